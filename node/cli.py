@@ -61,6 +61,19 @@ Examples:
   diloco-node runs --json --bootstrap peer.example:31337
 """
 
+EXPORT_EXAMPLES = """\
+Examples:
+  diloco-node export my-model          # config.json, model.safetensors, tokenizer, README.md, diloco.json
+  diloco-node export my-model --gguf   # and model-f16.gguf
+  diloco-node verify my-model          # is it whole, and the state that it says?
+"""
+SERVE_EXAMPLES = """\
+Examples:
+  diloco-node serve --data-dir .data/first
+  curl http://127.0.0.1:8000/v1/completions -H "Authorization: Bearer $(cat .data/first/api-token)" \\
+    -H "Content-Type: application/json" -d '{"model": "NAME OF THE RUN", "prompt": "def main(", "max_tokens": 50}'
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -240,14 +253,16 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     )
     command = add("export", _export, "write the current outer parameters as a Hugging Face model folder")
     command.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder to write")
+    command.add_argument("--gguf", action="store_true", help="also write a GGUF file (fp16) for llama.cpp")
+    command.epilog = f"{EXPORT_EXAMPLES}\n{EPILOG}"
     command = add("site", _site, "write a public page about the run as static files, again after each round")
     command.add_argument("folder", metavar="DIR", type=Path, help="folder that a web server reads")
     command.add_argument("--once", action="store_true", help="write the page once and end")
     command = add("certificate", _certificate, "write a signed statement of what this node has given to its run")
     command.add_argument("file", metavar="FILE", nargs="?", type=Path, help="new file to write; default: print it")
     command.add_argument("--badge", metavar="FILE", type=Path, help="also write a badge (SVG)")
-    command = add("verify", _verify, "check a certificate, without network")
-    command.add_argument("file", metavar="FILE", type=Path, help="file that `certificate` has written")
+    command = add("verify", _verify, "check a certificate or an exported model, without network")
+    command.add_argument("file", metavar="FILE", type=Path, help="what `certificate` or `export` has written")
     _add_owner_command(add)
     command = add("generate", _generate, "continue a text with the current model")
     command.add_argument("text", metavar="TEXT", help="beginning of the text")
@@ -256,6 +271,22 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
         "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"
     )
     command.add_argument("--seed", metavar="N", type=int, help="seed for a reproducible sample")
+    _add_serve(add)
+
+
+def _add_serve(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    command = add("serve", _serve, "serve the current model as an OpenAI-compatible API")
+    command.epilog = f"{SERVE_EXAMPLES}\n{EPILOG}"
+    command.add_argument(
+        "--host", metavar="ADDRESS", default="127.0.0.1", help="address to bind (default: this machine only)"
+    )
+    command.add_argument("--port", metavar="N", type=int, default=8000, help="0: any free one (default: 8000)")
+    command.add_argument(
+        "--requests", metavar="N", type=int, default=4, help="most requests answered at a time (default: 4)"
+    )
+    command.add_argument(
+        "--max-tokens", metavar="N", type=int, default=4096, help="most tokens of an answer (default: 4096)"
+    )
 
 
 def _add_owner_command(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
@@ -571,9 +602,21 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _verify(call: Call) -> int:
+    file: Path = call.args.file.expanduser()
+    if file.is_dir():
+        from node.commands.export import verify_export
+
+        record = verify_export(file, call.loaded.config.node.hub_cache)
+        print(
+            f"The export is valid.\nRun     {record.manifest_hash}\nRound   {record.round}\n"
+            f"Digest  {record.state_digest}\nHead    {record.head}\n"
+            "The parameters are those of the state with this digest. Ask a member of the run whether its round "
+            f"{record.round} has it."
+        )
+        return 0
     from node.commands import credit
 
-    print(credit.describe(credit.verify_file(call.args.file)))
+    print(credit.describe(credit.verify_file(file)))
     return 0
 
 
@@ -602,7 +645,7 @@ def _export(call: Call) -> int:
     from node.commands.export import export
 
     target: Path = call.args.folder
-    number = export(call.loaded.config, target.expanduser())
+    number = export(call.loaded.config, target.expanduser(), with_gguf=call.args.gguf)
     print(f"Wrote the model after round {number} to {target}.")
     return 0
 
@@ -613,6 +656,21 @@ def _generate(call: Call) -> int:
     args = call.args
     more = generate(call.loaded.config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
     print(args.text + more)
+    return 0
+
+
+def _serve(call: Call) -> int:
+    from node.daemon.worker_process import WORKER_ENVIRONMENT
+
+    # Set before torch is imported.
+    os.environ.update(WORKER_ENVIRONMENT | os.environ)
+    from node.commands.serve import ServeOptions, serve
+    from node.host import logs
+
+    args, config = call.args, call.loaded.config
+    logs.configure(config.log.level, config.log.format, to=sys.stderr)
+    options = ServeOptions(args.host, args.port, args.requests, args.max_tokens)
+    serve(config, options, lambda text: print(text, flush=True))
     return 0
 
 

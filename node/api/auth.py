@@ -41,6 +41,8 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 
+Answer = Callable[..., Response]
+
 
 class Keys:
     """The token and the sessions opened with it. `clock` is monotonic, in seconds."""
@@ -97,9 +99,20 @@ class Guard:
     """ASGI application that passes allowed requests on and answers the others with an error."""
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, *, hosts: Iterable[str], metrics_public: bool, page_public: bool = False
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        *,
+        hosts: Iterable[str],
+        metrics_public: bool = False,
+        page_public: bool = False,
+        body_bytes_max: int = BODY_BYTES_MAX,
+        answer: Answer = problem_response,
     ) -> None:
-        """`hosts` are allowed host names, without ports, besides those of loopback. The public page has any name."""
+        """`hosts` are allowed host names, without ports, besides those of loopback. The public page has any name.
+
+        `answer` makes the response to a refused request from its status, sentence and headers.
+        """
         self._app = app
         self._keys = keys
         # A wildcard address is for binding only: browsers let any page reach this machine under it.
@@ -107,6 +120,8 @@ class Guard:
         self._hosts = {"localhost", "127.0.0.1", "::1"} | named
         self._metrics_public = metrics_public
         self._page_public = page_public
+        self._body_bytes_max = body_bytes_max
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -122,11 +137,11 @@ class Guard:
         refusal = self._refusal(scope, Headers(scope=scope))
         if refusal is None and scope["method"] not in SAFE_METHODS:
             try:
-                receive = await asyncio.wait_for(_read_body(receive), BODY_TIMEOUT_S)
+                receive = await asyncio.wait_for(_read_body(receive, self._body_bytes_max), BODY_TIMEOUT_S)
             except TimeoutError:
-                refusal = problem_response(408, "The request's body did not arrive in time: send it again.")
+                refusal = self._answer(408, "The request's body did not arrive in time: send it again.")
             except OverflowError:
-                refusal = _too_large()
+                refusal = self._too_large()
         await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
@@ -137,7 +152,7 @@ class Guard:
             self._check_host(headers)
             or self._check_origin(scope, headers)
             or self._check_key(scope, headers)
-            or _check_length(headers)
+            or self._check_length(headers)
         )
 
     def _check_host(self, headers: Headers) -> Response | None:
@@ -145,7 +160,7 @@ class Guard:
         hosts = headers.getlist("host")
         if len(hosts) == 1 and host_name(hosts[0]) in self._hosts:
             return None
-        return problem_response(403, "This host name is not allowed: add it to api.allowed_hosts if it is yours.")
+        return self._answer(403, "This host name is not allowed: add it to api.allowed_hosts if it is yours.")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> Response | None:
         """Allow a request that changes something only from the node's page, or with the token and no cookie."""
@@ -156,7 +171,13 @@ class Guard:
             is_own = bearer(headers) is not None and "cookie" not in headers
         else:
             is_own = site in (None, "same-origin") and (origin is None or _is_origin_of(origin, headers["host"]))
-        return None if is_own else problem_response(403, "Only this node's own page may send requests that change it.")
+        return (
+            None
+            if is_own
+            else self._answer(
+                403, "Only this node's own page, or a program that sends the token, may send such requests."
+            )
+        )
 
     def _check_key(self, scope: Scope, headers: Headers) -> Response | None:
         path = scope["path"]
@@ -170,16 +191,23 @@ class Guard:
             if self._keys.is_token(token):
                 return None
             if self._keys.record_failure(scope["client"][0] if scope.get("client") else ""):
-                return problem_response(429, "Too many wrong tokens: wait a minute.", {"Retry-After": "60"})
-            return problem_response(
-                401, "The token is wrong: it is in the file api-token of the data folder.", challenge
-            )
+                return self._answer(429, "Too many wrong tokens: wait a minute.", {"Retry-After": "60"})
+            return self._answer(401, "The token is wrong: it is in the file api-token of the data folder.", challenge)
         key = session_key(headers, self._keys.cookie_name)
         if key is not None and self._keys.is_session(key):
             return None
-        return problem_response(
+        return self._answer(
             401, "A token or a session is needed: the token is in the file api-token of the data folder.", challenge
         )
+
+    def _check_length(self, headers: Headers) -> Response | None:
+        length = headers.get("content-length", "0")
+        if not length.isdecimal():
+            return self._answer(400, "Content-Length is not a number.")
+        return self._too_large() if int(length) > self._body_bytes_max else None
+
+    def _too_large(self) -> Response:
+        return self._answer(413, f"The request's body is larger than {self._body_bytes_max} bytes: send less.")
 
 
 def host_name(host: str) -> str:
@@ -230,23 +258,12 @@ def _is_from_loopback(scope: Scope, headers: Headers) -> bool:
     return (mapped or address).is_loopback
 
 
-def _check_length(headers: Headers) -> Response | None:
-    length = headers.get("content-length", "0")
-    if not length.isdecimal():
-        return problem_response(400, "Content-Length is not a number.")
-    return _too_large() if int(length) > BODY_BYTES_MAX else None
-
-
-def _too_large() -> Response:
-    return problem_response(413, f"The request's body is larger than {BODY_BYTES_MAX} bytes: send less.")
-
-
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-async def _read_body(receive: Receive) -> Receive:
-    """Read the body and return a `receive` that yields it again. Raises OverflowError beyond BODY_BYTES_MAX."""
+async def _read_body(receive: Receive, bytes_max: int) -> Receive:
+    """Read the body and return a `receive` that yields it again. Raises OverflowError beyond `bytes_max`."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -255,7 +272,7 @@ async def _read_body(receive: Receive) -> Receive:
             break
         body += message.get("body", b"")
         more = message.get("more_body", False)
-        if len(body) > BODY_BYTES_MAX:
+        if len(body) > bytes_max:
             raise OverflowError
     else:
         pending = [{"type": "http.request", "body": body, "more_body": False}]

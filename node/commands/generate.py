@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from itertools import islice, takewhile
 
 from node.commands.export import newest, tokenizer_of
 from node.config.schema import Config
 from node.errors import UsageError
 from node.training.model import build_model, load_flat_
+from node.training.sampling import sample
 
 
 def generate(config: Config, text: str, *, tokens: int, temperature: float, seed: int | None) -> str:
@@ -20,27 +21,14 @@ def generate(config: Config, text: str, *, tokens: int, temperature: float, seed
         raise UsageError("--tokens must be at least 1, and --temperature not below 0.")
     manifest, checkpoint = newest(config)
     shape, tokenizer = manifest.run.model, tokenizer_of(manifest.run, config)
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    prompt = torch.tensor([[*begin, *tokenizer.encode(text)]], dtype=torch.long)
-    room = shape.max_position_embeddings - prompt.shape[1]
-    if room < 1 or not prompt.shape[1]:
+    prompt = tokenizer.prompt(text)
+    room = shape.max_position_embeddings - len(prompt)
+    if room < 1 or not prompt:
         raise UsageError(
-            f"The text is too long or empty: it has {prompt.shape[1]} tokens, and this model takes 1 to "
+            f"The text is too long or empty: it has {len(prompt)} tokens, and this model takes 1 to "
             f"{shape.max_position_embeddings - 1}; give a shorter one, or one that is not empty."
         )
     model = build_model(shape, seed=0).eval()
     load_flat_(model, checkpoint.anchor)
-    if seed is not None:
-        torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    with torch.inference_mode():
-        output = model.generate(  # type: ignore[operator]  # nn.Module's __getattr__ hides it
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=min(tokens, room),
-            use_cache=True,
-            eos_token_id=tokenizer.end,
-            pad_token_id=tokenizer.end,
-            **sampling,
-        )
-    return tokenizer.decode(output[0, prompt.shape[1] :].tolist())
+    sampled = islice(sample(model, prompt, temperature=temperature, seed=seed), min(tokens, room))
+    return tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end, sampled)))

@@ -153,17 +153,18 @@ class _LimitedListener(socket.socket):
             )
 
 
-def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> socket.socket:
+def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX, flags: str = "--api.") -> socket.socket:
     """Open a socket that accepts `connections_max` connections, or half the limit of open files if that is less.
 
-    Raises MachineError if this machine cannot listen there, and UsageError if `host` is not an address.
+    `flags` is the beginning of the flags that set host and port. Raises MachineError if this machine cannot listen
+    there, and UsageError if `host` is not an address.
     """
     connections_max = min(connections_max, _raise_file_limit() // 2)
     try:
         family, kind, protocol, _name, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = _LimitedListener(family, kind, protocol, connections_max)
     except OSError as exc:
-        raise UsageError(f"The API address {host} is not usable ({exc}): set --api.host 127.0.0.1.") from exc
+        raise UsageError(f"The API address {host} is not usable ({exc}): set {flags}host 127.0.0.1.") from exc
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -172,10 +173,11 @@ def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> soc
         sock.close()
         if exc.errno == errno.EADDRINUSE:
             raise MachineError(
-                f"Port {port} on {host} is in use by another program: take any free one with --api.port 0.", code=IN_USE
+                f"Port {port} on {host} is in use by another program: take any free one with {flags}port 0.",
+                code=IN_USE,
             ) from exc
         raise MachineError(
-            f"The API cannot listen on {host} port {port} ({exc.strerror}): set --api.host and --api.port.",
+            f"The API cannot listen on {host} port {port} ({exc.strerror}): set {flags}host and {flags}port.",
             code="cannot_listen",
         ) from exc
     return sock

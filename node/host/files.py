@@ -1,9 +1,13 @@
-"""Atomic writes of small files."""
+"""Atomic writes of small files and of folders."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -27,8 +31,48 @@ def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
         raise
 
 
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside `target`, and rename it to `target` at the end, or remove it after an exception.
+
+    Other users may read it in the end.
+    `target` must be absent or empty. What killed processes have left of earlier attempts is removed first; a lock on
+    each folder, which ends with its process, tells those from folders in use.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    start, end = f".{target.name}-", ".writing"
+    for path in [p for p in target.parent.iterdir() if p.name.startswith(start) and p.name.endswith(end)]:
+        with suppress(OSError), _locked(path):
+            shutil.rmtree(path)
+    temporary = Path(tempfile.mkdtemp(prefix=start, suffix=end, dir=target.parent))
+    try:
+        with _locked(temporary):
+            yield temporary
+            for path in temporary.rglob("*"):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+                sync_folder(path)
+            temporary.chmod(0o755)
+            sync_folder(temporary)
+            temporary.replace(target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises BlockingIOError if another process has locked the folder."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
 def sync_folder(folder: Path) -> None:
-    """Call fsync on a folder, so that new and changed names in it survive a power cut."""
+    """Call fsync on a folder, so that new and changed names in it survive a power cut. A file is synced as well."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -147,8 +147,11 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
         return target
 
-    def newest(self, *, repair: bool) -> Checkpoint | None:
+    def newest(self, *, repair: bool, with_local: bool = True) -> Checkpoint | None:
         """Read the newest undamaged checkpoint. Returns None if there is none.
+
+        Without `with_local`, the tensors of this node alone are neither read nor checked, and are absent from the
+        result.
 
         `repair` sets damaged checkpoints aside with a warning; only the store's writer may use it. A checkpoint that
         the writer replaces during the read is read again. Raises ProtocolError, with nothing changed, if a newer
@@ -158,9 +161,9 @@ class CheckpointStore:
         replaced = 0
         newest = None
         while (path := next((p for p in self._candidates() if p not in damaged), None)) is not None:
-            before = _version(path)
+            before = _version(path / META)
             try:
-                newest = _read(path)
+                newest = _read(path, with_local=with_local)
                 break
             except (OSError, ValueError, KeyError, TypeError) as exc:
                 if isinstance(exc, OSError) and exc.errno not in _DAMAGE:
@@ -168,7 +171,7 @@ class CheckpointStore:
                         f"The checkpoint {path} cannot be read ({exc.strerror}): make it readable for this user.",
                         code="disk",
                     ) from exc
-                replaced += (is_replaced := _version(path) != before)
+                replaced += (is_replaced := _version(path / META) != before)
                 if not is_replaced or replaced > MAX_REPLACED:
                     damaged[path] = exc
         for path, error in damaged.items():
@@ -211,6 +214,14 @@ class CheckpointStore:
     def rounds(self) -> list[int]:
         """Rounds with a checkpoint, newest first."""
         return list(dict.fromkeys(_round_of(path) for path in self._candidates()))
+
+    def outer_version(self) -> tuple[int, int] | None:
+        """A value that changes when the outer state of the newest checkpoint does; None if there is no checkpoint.
+
+        It does not change while checkpoints of one round share their outer state, so a reader can poll it.
+        """
+        path = next(iter(self._candidates()), None)
+        return None if path is None else _version(path / OUTER)
 
     def outer_file(self, round: int) -> Path | None:
         """The file with `anchor` and `momentum`, for `read_slice`; None if there is no checkpoint of that round."""
@@ -319,7 +330,7 @@ def _link_outer(checkpoint: Checkpoint, folder: Path, replaced: Path) -> Any:
         return None
 
 
-def _read(folder: Path) -> Checkpoint:
+def _read(folder: Path, *, with_local: bool) -> Checkpoint:
     """Read a checkpoint. Raises ValueError, KeyError, TypeError or OSError for damage, ProtocolError if it is newer."""
     meta = json.loads((folder / META).read_bytes())
     if meta["format"] > FORMAT_VERSION:
@@ -334,7 +345,7 @@ def _read(folder: Path) -> Checkpoint:
     if _checksum(body) != meta["checksum"]:
         raise ValueError(f"the checksum of {META} is wrong")
     outer = read_tensors(folder / OUTER, body["files"][OUTER])
-    local = read_tensors(folder / LOCAL, body["files"][LOCAL])
+    local = read_tensors(folder / LOCAL, body["files"][LOCAL]) if with_local else {}
     values: dict[str, Any] = {name: body[name] for name in _META_FIELDS} | {"leaves": tuple(body["leaves"])}
     return Checkpoint(
         **values,
@@ -347,13 +358,13 @@ def _read(folder: Path) -> Checkpoint:
     )
 
 
-def _version(folder: Path) -> tuple[int, int] | None:
-    """A value that differs between checkpoints that were written to the same folder; None if there is none."""
+def _version(file: Path) -> tuple[int, int] | None:
+    """A value that differs between files that were written under the same name; None if there is none."""
     try:
-        meta = (folder / META).stat()
+        found = file.stat()
     except OSError:
         return None
-    return meta.st_ino, meta.st_mtime_ns
+    return found.st_ino, found.st_mtime_ns
 
 
 def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -211,7 +211,7 @@ class InnerLoop:
         eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         try:
             with eager, autocast(self._device, self._precision):
-                return sample_tokens(self._model, prompt, device=self._device, **options)
+                return sample_tokens(self._model, prompt, **options)
         finally:
             self._model.train()
 

@@ -164,13 +164,19 @@ def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, Tensor, T
         first = end
 
 
-def _build(cfg: ModelConfig) -> nn.Module:
-    # Imported here, as the import takes seconds and a node that only relays never needs it.
-    from transformers import AutoConfig, AutoModelForCausalLM
+def silence_transformers() -> None:
+    """Turn off the progress bars and warnings of `transformers`."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _build(cfg: ModelConfig) -> nn.Module:
+    # Imported here, as the import takes seconds and a node that only relays never needs it.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    silence_transformers()
     own: dict[str, Any] = {"sliding_window": None} if cfg.type == "mistral" else {}
     if cfg.type != "qwen2" or cfg.head_dim:
         own["head_dim"] = cfg.head_width

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from node.config.manifest import ModelConfig
 from node.errors import ConfigError, DataFolderError, MachineError
+from node.host.files import whole_folder
 from node.training.hub import is_on_hub, split_name, translate_errors
-from node.training.model import build_model, flatten, load_flat_
+from node.training.model import build_model, flatten, load_flat_, silence_transformers
 from node.training.tokenizer import Tokenizer
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -22,10 +22,19 @@ SHAPE_FIELDS = (
 )  # fmt: skip
 
 
-def export_model(cfg: ModelConfig, flat: Tensor, folder: Path, *, card: str, tokenizer: Tokenizer) -> None:
+def export_model(
+    cfg: ModelConfig,
+    flat: Tensor,
+    folder: Path,
+    *,
+    card: str,
+    tokenizer: Tokenizer,
+    add: Callable[[Path, nn.Module], None] = lambda _folder, _model: None,
+) -> None:
     """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`, with `card` as README.md.
 
-    `flat` is fp32 cpu [P]. The folder is written whole or not at all. Raises DataFolderError if it holds files already.
+    `flat` is fp32 cpu [P]. `add` may write further files to the folder that it gets. The folder is written whole or not
+    at all. Raises DataFolderError if it holds files already.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataFolderError(f"{folder} holds files already: name another folder for the export, or remove it.")
@@ -33,17 +42,11 @@ def export_model(cfg: ModelConfig, flat: Tensor, folder: Path, *, card: str, tok
     load_flat_(model, flat)
     for settings in (model.config, model.generation_config):
         settings.bos_token_id, settings.eos_token_id = tokenizer.begin, tokenizer.end
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with whole_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save(temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")
-        temporary.chmod(0o755)
-        temporary.replace(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        add(temporary, model)
 
 
 def load_pretrained(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]:
@@ -55,6 +58,7 @@ def load_pretrained(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    silence_transformers()
     start, is_remote = cfg.start, is_on_hub(cfg.start)
     folder = Path(start).expanduser()
     if not is_remote and not folder.is_dir():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ BEGIN = 256
 """The byte tokenizer's token before each document."""
 END = 257
 """The byte tokenizer's token after each document."""
+
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: `role` and `content` of each message."""
 
 
 class ByteTokenizer:
@@ -32,6 +35,14 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of the beginning of a document."""
+        return [BEGIN, *self.encode(text)]
+
+    def chat(self, messages: Messages) -> list[int] | None:
+        """The tokens of a conversation in the tokenizer's own format. None, as bytes have no such format."""
+        return None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < BEGIN).decode("utf-8", "replace")
@@ -70,12 +81,27 @@ class FastTokenizer:
         self.end = int(inner.eos_token_id)
 
     def document(self, text: str) -> npt.NDArray[np.int32]:
-        begin = [] if self.begin is None else [self.begin]
-        return np.asarray([*begin, *self.encode(text), self.end], dtype=np.int32)
+        return np.asarray([*self.prompt(text), self.end], dtype=np.int32)
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
+
+    def prompt(self, text: str) -> list[int]:
+        return [*([] if self.begin is None else [self.begin]), *self.encode(text)]
+
+    def chat(self, messages: Messages) -> list[int] | None:
+        """The tokens of a conversation by the tokenizer's chat template; None if it has none.
+
+        `transformers` renders the template in a sandbox. Raises ValueError if the template refuses the messages.
+        """
+        if not self._inner.chat_template:
+            return None
+        try:
+            text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as exc:  # the template is foreign, so it may fail in any way
+            raise ValueError(f"the tokenizer's chat template refuses these messages ({exc})") from exc
+        return self.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._inner.decode(tokens, skip_special_tokens=True)

@@ -37,6 +37,7 @@ COMMANDS = (
     "verify",
     "owner",
     "generate",
+    "serve",
 )
 INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/QmX",)))
 
@@ -164,7 +165,9 @@ def test_every_command_prints_help(command: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as ended:
         call(command, "--help")
     assert ended.value.code == 0
-    assert "--data-dir DIR" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--data-dir DIR" in said
+    assert ("Examples:" in said) == (command in ("export", "serve"))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +449,7 @@ def test_config_shows_what_the_running_node_and_the_run_use(
 def test_completion_names_commands_options_and_settings(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("completion", shell) == 0
     script = capsys.readouterr().out
-    for word in ("certificate", "watch", "limits.upload_mbit_s"):
+    for word in ("certificate", "serve", "watch", "max-tokens", "limits.upload_mbit_s"):
         assert word in script
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from node.cli import main
-from node.config.manifest import Manifest, RunConfig
-from node.diloco.outer import genesis
-from node.training.checkpoint import FORMAT_VERSION, META, CheckpointStore
-from node.training.model import build_model, flatten
+from node.config.manifest import RunConfig
+from node.training.checkpoint import FORMAT_VERSION, META
+from node.training.model import build_model
 from tests.swarm.harness import tiny
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.chain.chain import make_tip
-    from node.worker.checkpointing import initial_checkpoint
-    from node.worker.session import rules_of
+from tests.unit.data_folder import make_data_folder
 
 RUN = RunConfig.model_validate(tiny())
 
@@ -28,12 +21,7 @@ RUN = RunConfig.model_validate(tiny())
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder with the initial checkpoint of a run."""
     path = tmp_path_factory.mktemp("node")
-    state = genesis(flatten(build_model(RUN.model, seed=5)))
-    draft = Manifest(run_id="ab" * 16, initial_digest="0" * 64, parameters=state.anchor.numel(), run=RUN)
-    tip = make_tip(state, draft.hash, None, rules_of(draft).outer, {}, 0.0)
-    manifest = draft.model_copy(update={"initial_digest": tip.digest})
-    CheckpointStore(path / "checkpoints", 2).save(initial_checkpoint(manifest, tip))
-    (path / "manifest.json").write_bytes(manifest.canonical())
+    make_data_folder(path, RUN)
     return path
 
 

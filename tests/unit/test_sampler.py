@@ -67,7 +67,7 @@ def tip_at(round_: int, anchor: Tensor | None = None, round_s: float | None = 10
 
 
 def options(**changes: Any) -> dict[str, Any]:
-    usual = {"most": 24, "end": END, "vocabulary": 258, "temperature": 0.0, "device": CPU, "is_over": lambda: False}
+    usual = {"most": 24, "end": END, "vocabulary": 258, "temperature": 0.0, "is_over": lambda: False}
     return usual | changes
 
 
