@@ -167,7 +167,7 @@ def test_every_command_prints_help(command: str, capsys: pytest.CaptureFixture[s
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert "--data-dir DIR" in said
-    assert ("Examples:" in said) == (command in ("export", "serve"))
+    assert ("Examples:" in said) == (command in ("run", "runs", "export", "serve"))
 
 
 @pytest.mark.parametrize(
