@@ -48,6 +48,9 @@ def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
         pytest.param(91051677, id="a node that was away waited for a state that a hostile member only claimed to have"),
         pytest.param(20067418, id="a lone voter came back to a round and committed another result"),
         pytest.param(50001745, id="a founder left, and a hostile member showed another first round"),
+        pytest.param(
+            95011099, id="members went over to another chain in turn, and one had judged that chain too early"
+        ),
         pytest.param(20072170, id="a lone voter came back to a round and voted for another result"),
     ],
 )

@@ -43,6 +43,8 @@ UNSERVED_S = 20.0
 PATIENCE_S = 20.0
 CHECKPOINT_ROUNDS = 5
 """Members that go on serve a new state at least every four rounds of a fragment (`worker.checkpointing.MAX_ROUNDS`)."""
+JUDGED_S = 20.0
+"""How long a chain that has lost against this node's is not judged again. Members may go over to it meanwhile."""
 FIRST_ROUND_S = 60.0
 """Length of a round, as long as there was none."""
 
@@ -269,7 +271,7 @@ class CatchUp:
                 self._lose("the other peers no longer keep the rounds after this node's head", "far_behind", preferred)
                 return True
             if fork_point != tip.head:
-                self._ballot.add_false_claim(record)
+                self._ballot.add_false_claim(record, JUDGED_S)
             return False
         electorate = contributors_at(tip.links, fork_point)
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
@@ -284,7 +286,7 @@ class CatchUp:
                 reason = "more members support the others' chain"
             self._lose(reason, "fork", [link.head for link in theirs], mine)
             return True
-        self._ballot.add_false_claim(record)
+        self._ballot.add_false_claim(record, JUDGED_S)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)
         if is_fork_point_known and theirs[-1].head == record.head and record.swarm_tokens > proven_tokens:
             logger.warning("Peer %s claims more tokens than the members of its chain have signed.", peer_id[-6:])
