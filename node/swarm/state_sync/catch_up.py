@@ -70,7 +70,7 @@ class ResyncCause:
     links: tuple[Link, ...] = ()
     """The rounds that led to this node's head."""
     preferred: frozenset[str] = frozenset()
-    """Heads of the chain to which this node goes."""
+    """Heads of the chain to which this node goes; empty if it has not judged which chain is right."""
 
     def target(self, parameters: int, initial_digest: str | None) -> Target:
         """What to download: a state with this number of parameters, of the run with this initial state."""
@@ -87,8 +87,6 @@ class CatchUp:
         self._on_lost = on_lost
         self._unserved = "", 0.0
         """The head after which no peer has had the result of the next round, and since when."""
-        self._without_result: set[str] = set()
-        """Heads of rounds after this node's head that it believes, but whose results no peer has had."""
         ChainServer(self._ctx)
 
     async def run(self) -> None:
@@ -112,7 +110,7 @@ class CatchUp:
         self,
         reason: str,
         code: Literal["outvoted", "fork", "far_behind"],
-        preferred: Collection[str],
+        preferred: Collection[str] = (),
         dropped: tuple[Link, ...] = (),
     ) -> None:
         tip = self._ctx.chain.tip
@@ -192,7 +190,6 @@ class CatchUp:
                 unrelated.append((record, reply))  # The peer may be on this chain, but keep few proofs after a restart.
                 continue
             if has_moved:
-                self._without_result.clear()
                 logger.info("This node has caught up to round %d.", self._ctx.chain.tip.round)
             elif record.head == tip.head == reply.header.get("head"):
                 self._ctx.chain.set_anchor(self._ctx.clock() - self._ctx.stated_age_s(reply.header))
@@ -212,8 +209,7 @@ class CatchUp:
         if self._unserved[0] != head:
             self._unserved = head, now_s
         elif now_s - self._unserved[1] > UNSERVED_S:
-            preferred = frozenset(self._without_result)
-            self._lose("no peer has the result of the round after this node's head", "far_behind", preferred)
+            self._lose("no peer has the result of the round after this node's head", "far_behind")
 
     async def _replay_from(self, peer_id: str) -> Message:
         """Adopt one peer's proofs until the peer's head is reached or no proof is adopted. Returns the last reply."""
@@ -228,11 +224,7 @@ class CatchUp:
             for blob in reply.blobs:
                 proof = parse(Proof, blob)
                 is_newest = proof.outcome.hash == reply.header.get("head")
-                try:
-                    await self._committer.adopt(proof, newest_at_s if is_newest else None)
-                except RoundFailed:
-                    self._without_result.add(proof.outcome.hash)
-                    raise
+                await self._committer.adopt(proof, newest_at_s if is_newest else None)
             if self._ctx.chain.tip.head in (tip.head, reply.header.get("head")):
                 return reply
 
@@ -267,8 +259,7 @@ class CatchUp:
         standing = {r.peer_id: r.head for r in self._peer_table.members()} | {self._ctx.me: tip.head}
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
             if self._is_behind(theirs, standing):
-                preferred = [link.head for link in theirs]
-                self._lose("the other peers no longer keep the rounds after this node's head", "far_behind", preferred)
+                self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
                 return True
             if fork_point != tip.head:
                 self._ballot.add_false_claim(record, JUDGED_S)

@@ -94,8 +94,8 @@ class Target:
     links: tuple[Link, ...] = ()
     """The rounds that led to this node's head, as far as they are known."""
     preferred: frozenset[str] = frozenset()
-    """Heads of the chain to which this node goes. It accepts no state of a chain that has none of them, except for a
-    state that is on its own chain as well."""
+    """Heads of the chain to which this node goes; empty if any chain will do. It accepts no state of a chain that has
+    none of them, except for a state that is on its own chain as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,8 @@ class ProviderSearch:
         heads = [record.head for record in self._peer_table.others()]  # Before the calls, so that the chains have them.
         chains = await self._chains(states.values(), target, peers)
         judged = [await asyncio.to_thread(self._judge, one, target, chains, heads) for one in states.values()]
-        usable = [one for one in judged if one is not None and (one.is_proven or not one.is_outvoted)]
+        valid = [one for one in judged if one is not None and (one.is_proven or not one.is_outvoted)]
+        usable = [one for one in valid if not any(_has_more(one, links, heads) for links in chains)]
         best = max((one.standing for one in usable), default=0)
 
         def rank(state: AvailableState) -> tuple[Any, ...]:
@@ -210,7 +211,7 @@ class ProviderSearch:
         snapshot = state.snapshot
         passing = [links for links in chains if links and snapshot.head in heads_of(links, links[-1].head)]
         around = {snapshot.head}.union(*(heads_of(links, links[-1].head) for links in passing))
-        if target.heads and snapshot.head not in target.heads and not target.preferred & around:
+        if target.preferred and snapshot.head not in target.heads and not target.preferred & around:
             return None
         later = {snapshot.head}.union(*({link.head for link in links_after(links, snapshot.head)} for links in passing))
         is_proven = state.is_proven
@@ -273,6 +274,13 @@ class ProviderSearch:
         tokens = {peer: join.tokens for peer, join in joins.items()}
         is_proven = snapshot.digest == target.initial_digest
         return AvailableState(snapshot, tokens, votes=self._votes(snapshot.head), is_proven=is_proven)
+
+
+def _has_more(state: AvailableState, links: Sequence[Link], heads: Sequence[str]) -> bool:
+    """Whether a chain that passes the state by has more live peers than the state's chain. `heads` are theirs."""
+    later = {link.head for link in links}
+    passes_by = state.snapshot.head not in (later | {link.parent for link in links})
+    return passes_by and sum(head in later for head in heads) > state.standing
 
 
 def _is_wanted(snapshot: Snapshot, target: Target) -> bool:
