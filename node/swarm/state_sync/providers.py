@@ -22,7 +22,7 @@ from typing import Any
 from node.diloco.digest import HASH_BYTES, leaf_bounds, root_digest
 from node.errors import PeerError
 from node.swarm.chain.chain import Tip
-from node.swarm.chain.fork_choice import Link, heads_of, links_after, read_links
+from node.swarm.chain.fork_choice import Link, continued, heads_of, links_after, read_links
 from node.swarm.consensus.context import Rules
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.messages import Proof, check_light, parse, voters
@@ -168,7 +168,7 @@ class ProviderSearch:
     async def _chains(
         self, states: Collection[AvailableState], target: Target, peers: Sequence[str]
     ) -> list[tuple[Link, ...]]:
-        """The rounds after this node's own chain, or else after the oldest of these states, as several peers say.
+        """The chains of several peers: this node's rounds and those after them, or else after the oldest of the states.
 
         It asks one server of each state, and two other peers, because a server of a false state would lie here, too.
         """
@@ -187,7 +187,7 @@ class ProviderSearch:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
-        return [call.result() for call in calls if call in done]
+        return [continued(target.links, call.result()) for call in calls if call in done]
 
     async def _rounds_after(self, peer: str, heads: Sequence[str]) -> tuple[Link, ...]:
         """The rounds of a peer's chain after the first of these heads that the peer knows; empty if it has none."""
@@ -205,7 +205,7 @@ class ProviderSearch:
         """Add what the rounds after a state tell about it. Returns None if the state must not be downloaded. Slow.
 
         Args:
-            chains: rounds as several peers say (`_chains`).
+            chains: those of several peers (`_chains`).
             heads: those of all live peers.
         """
         snapshot = state.snapshot
