@@ -43,7 +43,7 @@ UNSERVED_S = 20.0
 PATIENCE_S = 20.0
 CHECKPOINT_ROUNDS = 5
 """Members that go on serve a new state at least every four rounds of a fragment (`worker.checkpointing.MAX_ROUNDS`)."""
-JUDGED_S = 20.0
+JUDGE_AGAIN_S = 20.0
 """How long a chain that has lost against this node's is not judged again. Members may go over to it meanwhile."""
 FIRST_ROUND_S = 60.0
 """Length of a round, as long as there was none."""
@@ -119,8 +119,19 @@ class CatchUp:
         own_tokens = tip.state.tokens if code == "far_behind" else -1  # In the other cases, its state is of no use.
         rounds_s = CHECKPOINT_ROUNDS * len(self._ctx.rules.layouts) * (tip.round_s or FIRST_ROUND_S)
         patience_s = PATIENCE_S + (rounds_s if code == "far_behind" else 0.0)
-        known = tuple(heads), tip.links, frozenset(preferred)
-        self._on_lost(ResyncCause(reason, code, frozenset(avoid), own_tokens, dropped, patience_s, *known))
+        self._on_lost(
+            ResyncCause(
+                reason,
+                code,
+                avoid=frozenset(avoid),
+                own_tokens=own_tokens,
+                dropped=dropped,
+                patience_s=patience_s,
+                heads=tuple(heads),
+                links=tip.links,
+                preferred=frozenset(preferred),
+            )
+        )
 
     def _is_outvoted(self) -> bool:
         live = [record for record in self._peer_table.live() if not self._ballot.has_false_claim(record)]
@@ -262,7 +273,7 @@ class CatchUp:
                 self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
                 return True
             if fork_point != tip.head:
-                self._ballot.add_false_claim(record, JUDGED_S)
+                self._ballot.add_false_claim(record, JUDGE_AGAIN_S)
             return False
         electorate = contributors_at(tip.links, fork_point)
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
@@ -277,7 +288,7 @@ class CatchUp:
                 reason = "more members support the others' chain"
             self._lose(reason, "fork", [link.head for link in theirs], mine)
             return True
-        self._ballot.add_false_claim(record, JUDGED_S)
+        self._ballot.add_false_claim(record, JUDGE_AGAIN_S)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)
         if is_fork_point_known and theirs[-1].head == record.head and record.swarm_tokens > proven_tokens:
             logger.warning("Peer %s claims more tokens than the members of its chain have signed.", peer_id[-6:])

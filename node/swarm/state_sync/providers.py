@@ -156,7 +156,7 @@ class ProviderSearch:
         chains = await self._chains(states.values(), target, peers)
         judged = [await asyncio.to_thread(self._judge, one, target, chains, heads) for one in states.values()]
         valid = [one for one in judged if one is not None and (one.is_proven or not one.is_outvoted)]
-        usable = [one for one in valid if not any(_has_more(one, links, heads) for links in chains)]
+        usable = [one for one in valid if not any(_is_outnumbered_by(one, links, heads) for links in chains)]
         best = max((one.standing for one in usable), default=0)
 
         def rank(state: AvailableState) -> tuple[Any, ...]:
@@ -224,7 +224,9 @@ class ProviderSearch:
             if has_majority or links is target.links:
                 _, joins = check_light(proof, self._rules.bounds)
                 if any(join.state != snapshot.digest for join in joins.values()):
-                    logger.warning("An offered state of round %d is not the one of the chain.", snapshot.round)
+                    logger.warning(
+                        "A false state of round %d is refused: the next round names another.", snapshot.round
+                    )
                     return None
                 is_proven = True
         return replace(state, is_proven=is_proven, standing=sum(head in later for head in heads))
@@ -276,11 +278,11 @@ class ProviderSearch:
         return AvailableState(snapshot, tokens, votes=self._votes(snapshot.head), is_proven=is_proven)
 
 
-def _has_more(state: AvailableState, links: Sequence[Link], heads: Sequence[str]) -> bool:
-    """Whether a chain that passes the state by has more live peers than the state's chain. `heads` are theirs."""
+def _is_outnumbered_by(state: AvailableState, links: Sequence[Link], heads: Sequence[str]) -> bool:
+    """Whether a chain without the state has more live peers than the state's chain. `heads` are theirs."""
     later = {link.head for link in links}
-    passes_by = state.snapshot.head not in (later | {link.parent for link in links})
-    return passes_by and sum(head in later for head in heads) > state.standing
+    has_state = state.snapshot.head in later | {link.parent for link in links}
+    return not has_state and sum(head in later for head in heads) > state.standing
 
 
 def _is_wanted(snapshot: Snapshot, target: Target) -> bool:
