@@ -253,7 +253,7 @@ class Worker:
         )
         tip = self._entry.download_again(session.swarm, session.manifest, session.rules, cause)
         if tip is None:
-            logger.warning("No peer serves another state, so this node goes on with its own.")
+            logger.warning("No other state was downloaded, so this node goes on with its own.")
             return replace(session, tip=session.swarm.restart_here(cause), checkpoint=None), False
         self._counters.totals.digest_mismatches += cause.code != "far_behind"
         if cause.dropped:

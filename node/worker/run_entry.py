@@ -308,4 +308,7 @@ class RunEntry:
 
         report()
         call = swarm.start_call(lambda member: member.download(rules, target, set_progress, set_problem, cause))
-        return self._waiter.wait(call, report)
+        try:
+            return self._waiter.wait(call, report)
+        finally:
+            call.cancel()  # The wait may end because the node stops. Otherwise the call has ended already.

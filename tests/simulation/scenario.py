@@ -154,7 +154,8 @@ def draw(seed: int) -> Scenario:
         scenario = replace(scenario, hostile="HeavyFork")
     if not scenario.hostile and random.Random(f"false state {seed}").random() < 0.04:
         scenario = replace(scenario, hostile="FalseState")
-    if random.Random(f"joins {seed}").random() < 0.1:
+    # A joiner was away, so it may believe a forged certificate.
+    if scenario.hostile != "ForgedCommit" and random.Random(f"joins {seed}").random() < 0.1:
         scenario = replace(scenario, joiners_download=True)
     # Half of the crashes lose power.
     faults = [replace(f, kind="power") if f.kind == "crash" and rng.random() < 0.5 else f for f in faults]

@@ -78,37 +78,60 @@ def start_hostile(world: World, node: SimulatedNode) -> None:
     world.loop.call_at(5.0, lambda: setattr(node.wire, "adversary", Adversary(node, random.Random(0))))
 
 
-def test_a_joiner_does_not_take_the_invented_chain_of_two_members() -> None:
-    """Its certificates have the votes of all of its contributors, who are the two members."""
+def invent_a_chain(world: World, hostile: Sequence[SimulatedNode]) -> None:
+    """Let these nodes serve a state of a chain that only they have signed. Its next round names the state's digest."""
+    signers = sorted((node.identity for node in hostile), key=lambda one: one.peer_id)
+    hashes = [bytes(32)] * len(world.rules.layout_at(0).bounds)
+    first = committed("cd" * 32, 10**5, signers, hashes=hashes)
+    tip = false_state(world, 10**5, first)
+    second = committed(tip.head, 10**5 + 1, signers, hashes=hashes, state=tip.digest)
+    for node in hostile:
+        serve_falsely(node, tip, [second])
+        claims = {"head": second.outcome.hash, "round": 10**5 + 1, "swarm_tokens": 2**60}
+        node.peer_table.update_own(**claims)
+
+
+async def gone(_caller: str, _message: Message) -> Message:
+    raise PeerError("this node has no state yet", code="gone")
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_node_does_not_take_the_invented_chain_of_two_members(is_new: bool) -> None:
+    """A joiner has no state. The other node was away, and for a while only the two members serve a state."""
     one = scenario(7, (6,), 0.1, 300.0, founders=4, min_peers=2)
-    one = replace(one, step_s=(0.4,) * 7, joiners_download=True, join_at_s=(*(0.0,) * 6, 100.0))
+    join_at_s = (*(0.0,) * 6, 100.0 if is_new else 0.0)
+    one = replace(one, step_s=(0.4,) * 7, joiners_download=is_new, join_at_s=join_at_s)
+    late = list[int]()
 
     def prepare(world: World) -> None:
-        for node in world.nodes[:4]:
+        honest, hostile, other = world.nodes[:4], world.nodes[4:6], world.nodes[6]
+        for node in honest:
             world._start(node)
-        hostile = world.nodes[4:6]
         for node in hostile:
             start_hostile(world, node)
+        world.loop.call_at(60.0, lambda: invent_a_chain(world, hostile))
+        if is_new:
+            world.loop.call_at(100.0, world._start, other)
+            return
+        world._start(other)
+        world.loop.call_at(20.0, other.crash)
+        world.loop.call_at(100.0, world._start, other)
 
-        def invent() -> None:
-            signers = sorted((node.identity for node in hostile), key=lambda one: one.peer_id)
-            hashes = [bytes(32)] * len(world.rules.layout_at(0).bounds)
-            first = committed("cd" * 32, 10**5, signers, hashes=hashes)
-            tip = false_state(world, 10**5, first)
-            second = committed(tip.head, 10**5 + 1, signers, hashes=hashes, state=tip.digest)
-            for node in hostile:
-                serve_falsely(node, tip, [second])
-                claims = {"head": second.outcome.hash, "round": 10**5 + 1, "swarm_tokens": 2**60}
-                node.peer_table.update_own(**claims)
+        def serve(serves: bool) -> None:
+            for node in honest:
+                if serves:
+                    StateServer(node.wire, node.disk)
+                else:
+                    node.wire.serve({"state": Service(gone, Channel.STATE)})
 
-        world.loop.call_at(60.0, invent)
-        joiner = world.nodes[6]
-        world.loop.call_at(100.0, world._start, joiner)
+        world.loop.call_at(99.0, serve, False)
+        world.loop.call_at(150.0, lambda: late.append(other.downloads))
+        world.loop.call_at(151.0, serve, True)
 
     world = run(one, prepare)
-    joiner = world.nodes[6]
-    assert joiner.downloads == 1
-    assert are_on_one_chain([*world.nodes[:4], joiner]) and 10 < joiner.chain.tip.round < 10**5
+    other = world.nodes[6]
+    assert other.downloads == 1 and late == ([] if is_new else [0])
+    assert are_on_one_chain([*world.nodes[:4], other]) and 10 < other.chain.tip.round < 10**5
 
 
 @pytest.mark.parametrize(("min_peers", "is_newer"), [(1, False), (2, False), (2, True)])
@@ -125,9 +148,6 @@ def test_a_node_that_was_away_does_not_take_a_false_state_at_a_genuine_head(min_
             world._start(node)
         start_hostile(world, world.nodes[4])
         away, hostile = world.nodes[0], world.nodes[4]
-
-        async def gone(_caller: str, _message: Message) -> Message:
-            raise PeerError("this node has no state yet", code="gone")
 
         def attack() -> None:
             for node in world.nodes[1:4]:

@@ -48,6 +48,12 @@ def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
         pytest.param(91051677, id="a node that was away waited for a state that a hostile member only claimed to have"),
         pytest.param(20067418, id="a lone voter came back to a round and committed another result"),
         pytest.param(50001745, id="a founder left, and a hostile member showed another first round"),
+        pytest.param(
+            95011099, id="members went over to another chain in turn, and one had judged that chain too early"
+        ),
+        pytest.param(96001893, id="a hostile member showed a chain of its own, and the nodes refused all states"),
+        pytest.param(96000466, id="a node believed a certificate although half of the contributors had another result"),
+        pytest.param(98002769, id="a node refused a state before the fork, because it was on neither list of rounds"),
         pytest.param(20072170, id="a lone voter came back to a round and voted for another result"),
     ],
 )

@@ -11,6 +11,7 @@ from node.swarm.chain import fork_choice
 from node.swarm.chain.fork_choice import (
     Link,
     append_link,
+    continued,
     contributors_at,
     heads_of,
     is_heavier,
@@ -65,6 +66,14 @@ def test_links_after_a_head_are_the_later_ones_or_all_if_the_head_is_unknown() -
     assert links_after(links, "unknown") == links
     assert heads_of(links, links[-1].head) == [links[2].head, links[1].head, links[0].head, RUN]
     assert heads_of((), RUN) == [RUN]
+
+
+def test_rounds_of_another_chain_continue_those_before_the_fork_point() -> None:
+    mine, other = chain_of([1, 2, 3]), chain_of([9, 8])
+    theirs = links_of(committed(mine[0].head, 1, tokens=7))
+    assert continued(mine, theirs) == (mine[0], *theirs)
+    assert continued(mine, other) == other and continued((), theirs) == theirs
+    assert continued(mine, ()) == ()
 
 
 def links_of(*proofs: Proof) -> tuple[Link, ...]:

@@ -84,6 +84,12 @@ def links_after(links: Sequence[Link], head: str) -> tuple[Link, ...]:
     return () if links and links[-1].head == head else tuple(links)
 
 
+def continued(mine: Sequence[Link], theirs: Sequence[Link]) -> tuple[Link, ...]:
+    """The links of `mine` up to the fork point, followed by `theirs`; only `theirs` if they do not continue `mine`."""
+    shared = next((place + 1 for place, link in enumerate(mine) if theirs and link.head == theirs[0].parent), 0)
+    return (*mine[:shared], *theirs)
+
+
 def overlapping(theirs: Sequence[Link], mine: Sequence[Link]) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
     """Cut two chains whose fork point is unknown, so that both begin with the same round number."""
     first = max((links[0].round for links in (theirs, mine) if links), default=0)

@@ -235,7 +235,9 @@ class Committer:
         here = {record.peer_id for record in members if record.head == tip.head} | {self._ctx.me}
         if self._ctx.is_overdue and len(here) < self._ctx.rules.closing.min_peers:
             return True
-        gone_on = {r.peer_id for r in members if r.head != tip.head and r.round >= tip.round}
+        # A member that has another outcome of this round does not speak for this one.
+        next_round, others = self._ctx.next_round, [r for r in members if r.head != tip.head and r.round >= tip.round]
+        gone_on = {r.peer_id for r in others if r.round != next_round or r.head == head}
         if self._was_away:
             gone_on.add(self._ctx.me)
         return self._ctx.electorate().believes(votes, gone_on)

@@ -51,7 +51,8 @@ class Electorate:
         living contributors have gone on. Without living contributors, any votes are enough.
 
         Args:
-            gone_on: living peers that are no longer at this node's head. A node that was away counts itself.
+            gone_on: living peers that have left this node's head, except those at another outcome of the same round. A
+                node that was away counts itself.
         """
         if 2 * len(self.contributors.intersection(votes)) > len(self.contributors):
             return True

@@ -43,6 +43,8 @@ UNSERVED_S = 20.0
 PATIENCE_S = 20.0
 CHECKPOINT_ROUNDS = 5
 """Members that go on serve a new state at least every four rounds of a fragment (`worker.checkpointing.MAX_ROUNDS`)."""
+JUDGE_AGAIN_S = 20.0
+"""How long a chain that has lost against this node's is not judged again. Members may go over to it meanwhile."""
 FIRST_ROUND_S = 60.0
 """Length of a round, as long as there was none."""
 
@@ -68,7 +70,7 @@ class ResyncCause:
     links: tuple[Link, ...] = ()
     """The rounds that led to this node's head."""
     preferred: frozenset[str] = frozenset()
-    """Heads of the chain to which this node goes."""
+    """Heads of the chain to which this node goes; empty if it has not judged which chain is right."""
 
     def target(self, parameters: int, initial_digest: str | None, moments: int = 1) -> Target:
         """What to download: a state with this number of parameters, of the run with this initial state."""
@@ -86,8 +88,6 @@ class CatchUp:
         self._on_lost = on_lost
         self._unserved = "", 0.0
         """The head after which no peer has had the result of the next round, and since when."""
-        self._without_result: set[str] = set()
-        """Heads of rounds after this node's head that it believes, but whose results no peer has had."""
         ChainServer(self._ctx)
 
     async def run(self) -> None:
@@ -111,7 +111,7 @@ class CatchUp:
         self,
         reason: str,
         code: Literal["outvoted", "fork", "far_behind"],
-        preferred: Collection[str],
+        preferred: Collection[str] = (),
         dropped: tuple[Link, ...] = (),
     ) -> None:
         tip = self._ctx.chain.tip
@@ -120,8 +120,19 @@ class CatchUp:
         own_tokens = tip.state.tokens if code == "far_behind" else -1  # In the other cases, its state is of no use.
         rounds_s = CHECKPOINT_ROUNDS * len(self._ctx.rules.layouts) * (tip.round_s or FIRST_ROUND_S)
         patience_s = PATIENCE_S + (rounds_s if code == "far_behind" else 0.0)
-        known = tuple(heads), tip.links, frozenset(preferred)
-        self._on_lost(ResyncCause(reason, code, frozenset(avoid), own_tokens, dropped, patience_s, *known))
+        self._on_lost(
+            ResyncCause(
+                reason,
+                code,
+                avoid=frozenset(avoid),
+                own_tokens=own_tokens,
+                dropped=dropped,
+                patience_s=patience_s,
+                heads=tuple(heads),
+                links=tip.links,
+                preferred=frozenset(preferred),
+            )
+        )
 
     def _is_outvoted(self) -> bool:
         live = [record for record in self._peer_table.live() if not self._ballot.has_false_claim(record)]
@@ -191,7 +202,6 @@ class CatchUp:
                 unrelated.append((record, reply))  # The peer may be on this chain, but keep few proofs after a restart.
                 continue
             if has_moved:
-                self._without_result.clear()
                 logger.info("This node has caught up to round %d.", self._ctx.chain.tip.round)
             elif record.head == tip.head == reply.header.get("head"):
                 self._ctx.chain.set_anchor(self._ctx.clock() - self._ctx.stated_age_s(reply.header))
@@ -211,8 +221,7 @@ class CatchUp:
         if self._unserved[0] != head:
             self._unserved = head, now_s
         elif now_s - self._unserved[1] > UNSERVED_S:
-            preferred = frozenset(self._without_result)
-            self._lose("no peer has the result of the round after this node's head", "far_behind", preferred)
+            self._lose("no peer has the result of the round after this node's head", "far_behind")
 
     async def _replay_from(self, peer_id: str) -> Message:
         """Adopt one peer's proofs until the peer's head is reached or no proof is adopted. Returns the last reply."""
@@ -227,11 +236,7 @@ class CatchUp:
             for blob in reply.blobs:
                 proof = parse(Proof, blob)
                 is_newest = proof.outcome.hash == reply.header.get("head")
-                try:
-                    await self._committer.adopt(proof, newest_at_s if is_newest else None)
-                except RoundFailed:
-                    self._without_result.add(proof.outcome.hash)
-                    raise
+                await self._committer.adopt(proof, newest_at_s if is_newest else None)
             if self._ctx.chain.tip.head in (tip.head, reply.header.get("head")):
                 return reply
 
@@ -266,11 +271,10 @@ class CatchUp:
         standing = {r.peer_id: r.head for r in self._peer_table.members()} | {self._ctx.me: tip.head}
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
             if self._is_behind(theirs, standing):
-                preferred = [link.head for link in theirs]
-                self._lose("the other peers no longer keep the rounds after this node's head", "far_behind", preferred)
+                self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
                 return True
             if fork_point != tip.head:
-                self._ballot.add_false_claim(record)
+                self._ballot.add_false_claim(record, JUDGE_AGAIN_S)
             return False
         electorate = contributors_at(tip.links, fork_point)
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
@@ -285,7 +289,7 @@ class CatchUp:
                 reason = "more members support the others' chain"
             self._lose(reason, "fork", [link.head for link in theirs], mine)
             return True
-        self._ballot.add_false_claim(record)
+        self._ballot.add_false_claim(record, JUDGE_AGAIN_S)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)
         if is_fork_point_known and theirs[-1].head == record.head and record.swarm_tokens > proven_tokens:
             logger.warning("Peer %s claims more tokens than the members of its chain have signed.", peer_id[-6:])

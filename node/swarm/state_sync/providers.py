@@ -22,7 +22,7 @@ from typing import Any
 from node.diloco.digest import HASH_BYTES, root_digest, tree_slices
 from node.errors import PeerError
 from node.swarm.chain.chain import Tip
-from node.swarm.chain.fork_choice import Link, heads_of, links_after, read_links
+from node.swarm.chain.fork_choice import Link, continued, heads_of, links_after, read_links
 from node.swarm.consensus.context import Rules
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.messages import Proof, check_light, parse, voters
@@ -94,8 +94,8 @@ class Target:
     links: tuple[Link, ...] = ()
     """The rounds that led to this node's head, as far as they are known."""
     preferred: frozenset[str] = frozenset()
-    """Heads of the chain to which this node goes. It accepts no state of a chain that has none of them, except for a
-    state that is on its own chain as well."""
+    """Heads of the chain to which this node goes; empty if any chain will do. It accepts no state of a chain that has
+    none of them, except for a state that is on its own chain as well."""
     moments: int = 1
     """Moments for each parameter (`OuterOptimizer.moments`)."""
 
@@ -162,7 +162,8 @@ class ProviderSearch:
         heads = [record.head for record in self._peer_table.others()]  # Before the calls, so that the chains have them.
         chains = await self._chains(states.values(), target, peers)
         judged = [await asyncio.to_thread(self._judge, one, target, chains, heads) for one in states.values()]
-        usable = [one for one in judged if one is not None and (one.is_proven or not one.is_outvoted)]
+        valid = [one for one in judged if one is not None and (one.is_proven or not one.is_outvoted)]
+        usable = [one for one in valid if not any(_is_outnumbered_by(one, links, heads) for links in chains)]
         best = max((one.standing for one in usable), default=0)
 
         def rank(state: AvailableState) -> tuple[Any, ...]:
@@ -174,7 +175,7 @@ class ProviderSearch:
     async def _chains(
         self, states: Collection[AvailableState], target: Target, peers: Sequence[str]
     ) -> list[tuple[Link, ...]]:
-        """The rounds after this node's own chain, or else after the oldest of these states, as several peers say.
+        """The chains of several peers: this node's rounds and those after them, or else after the oldest of the states.
 
         It asks one server of each state, and two other peers, because a server of a false state would lie here, too.
         """
@@ -193,7 +194,7 @@ class ProviderSearch:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
-        return [call.result() for call in calls if call in done]
+        return [continued(target.links, call.result()) for call in calls if call in done]
 
     async def _rounds_after(self, peer: str, heads: Sequence[str]) -> tuple[Link, ...]:
         """The rounds of a peer's chain after the first of these heads that the peer knows; empty if it has none."""
@@ -211,13 +212,13 @@ class ProviderSearch:
         """Add what the rounds after a state tell about it. Returns None if the state must not be downloaded. Slow.
 
         Args:
-            chains: rounds as several peers say (`_chains`).
+            chains: those of several peers (`_chains`).
             heads: those of all live peers.
         """
         snapshot = state.snapshot
         passing = [links for links in chains if links and snapshot.head in heads_of(links, links[-1].head)]
         around = {snapshot.head}.union(*(heads_of(links, links[-1].head) for links in passing))
-        if target.heads and snapshot.head not in target.heads and not target.preferred & around:
+        if target.preferred and snapshot.head not in target.heads and not target.preferred & around:
             return None
         later = {snapshot.head}.union(*({link.head for link in links_after(links, snapshot.head)} for links in passing))
         is_proven = state.is_proven
@@ -230,7 +231,9 @@ class ProviderSearch:
             if has_majority or links is target.links:
                 _, joins = check_light(proof, self._rules.bounds)
                 if any(join.state != snapshot.digest for join in joins.values()):
-                    logger.warning("An offered state of round %d is not the one of the chain.", snapshot.round)
+                    logger.warning(
+                        "A false state of round %d is refused: the next round names another.", snapshot.round
+                    )
                     return None
                 is_proven = True
         return replace(state, is_proven=is_proven, standing=sum(head in later for head in heads))
@@ -280,6 +283,13 @@ class ProviderSearch:
         tokens = {peer: join.tokens for peer, join in joins.items()}
         is_proven = snapshot.digest == target.initial_digest
         return AvailableState(snapshot, tokens, votes=self._votes(snapshot.head), is_proven=is_proven)
+
+
+def _is_outnumbered_by(state: AvailableState, links: Sequence[Link], heads: Sequence[str]) -> bool:
+    """Whether a chain without the state has more live peers than the state's chain. `heads` are theirs."""
+    later = {link.head for link in links}
+    has_state = state.snapshot.head in later | {link.parent for link in links}
+    return not has_state and sum(head in later for head in heads) > state.standing
 
 
 def _is_wanted(snapshot: Snapshot, target: Target) -> bool:
