@@ -8,6 +8,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_a_listing_is_read_as_it_was_signed() -> None:
         changed(addresses=[ADDRESS + "\n" + ADDRESS]),
         changed(addresses=["/dns4/[red]x/tcp/1/p2p/" + ME.peer_id]),
     ],
-    ids=lambda value: f"{len(value)} bytes",
+    ids=map(str, count()),
 )
 def test_forged_oversized_and_malformed_listings_are_not_read(value: bytes) -> None:
     assert read_listing(ME.peer_id, value, NOW) is None
