@@ -82,17 +82,20 @@ class LiveView:
         self._console.file.flush()
 
 
-def dashboard_link(data_dir: Path, *, pid: int | None) -> str:
+def dashboard_link(data_dir: Path, *, pid: int | None, has_token: bool = True) -> str:
     """Return the dashboard's URL, or "" while unknown. Browsers do not send its fragment, which holds the token.
 
-    `pid` is the node's process; with None, any process may have written the address.
+    `pid` is the node's process; with None, any process may have written the address. Text that may end up in a file or
+    a report takes the URL without the token.
     """
     try:
         address = read_address(data_dir)
     except (OSError, ValueError):
         return ""
     is_known = pid is None or address.pid in (pid, None)
-    return f"{address.url}/#token={address.token}" if is_known else ""
+    if not is_known:
+        return ""
+    return f"{address.url}/#token={address.token}" if has_token else f"{address.url}/"
 
 
 def render(status: Status) -> Table:
