@@ -95,12 +95,13 @@ async def gone(_caller: str, _message: Message) -> Message:
     raise PeerError("this node has no state yet", code="gone")
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_node_does_not_take_the_invented_chain_of_two_members(is_new: bool) -> None:
+def test_a_node_does_not_take_the_invented_chain_of_two_members(is_new: bool, seed: int) -> None:
     """A joiner has no state. The other node was away, and for a while only the two members serve a state."""
     one = scenario(7, (6,), 0.1, 300.0, founders=4, min_peers=2)
     join_at_s = (*(0.0,) * 6, 100.0 if is_new else 0.0)
-    one = replace(one, step_s=(0.4,) * 7, joiners_download=is_new, join_at_s=join_at_s)
+    one = replace(one, seed=seed, step_s=(0.4,) * 7, joiners_download=is_new, join_at_s=join_at_s)
     late = list[int]()
 
     def prepare(world: World) -> None:
