@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from node.diloco.credit import EMPTY
 from node.diloco.digest import HASH_BYTES, root_digest, tree_slices
 from node.errors import PeerError
 from node.swarm.chain.chain import Tip
@@ -335,6 +336,8 @@ def read_snapshot(reply: Message, target: Target) -> Snapshot:
         raise PeerError("a state has the wrong number of leaves", code="bad_size")
     if len(credit_root) != HASH_BYTES:
         raise PeerError("a state's table of credit has a root of the wrong size", code="bad_size")
+    if (credit_root == EMPTY.root) != (snapshot.tokens == 0):
+        raise PeerError("a state's table of credit is not that of its tokens")
     digest = root_digest(snapshot.round, snapshot.tokens, target.parameters, leaves, credit_root, target.moments)
     if digest != snapshot.digest:
         raise PeerError("a state's leaves do not have its digest")
