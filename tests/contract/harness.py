@@ -62,7 +62,7 @@ WAIT_S = 30.0
 DHT_RUN = "ab" * 32
 """The run of the records in the DHT. It is fixed, because hosts outlive the run of a test."""
 OUTER = OuterRule(lr=0.7, optimizer=OuterOptimizer(), inner_steps=10)
-QUICK = MemberTimings(gossip_s=0.25, look_ahead_s=0.25, hold_s=1.0)
+QUICK = MemberTimings(gossip_s=0.25, look_ahead_s=0.25, hold_s=1.0, settle_s=0.0)
 """These times are shorter than in production, except the time after which a peer counts as dead."""
 GRACE_S = 0.5
 

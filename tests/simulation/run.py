@@ -95,7 +95,7 @@ class World:
                     founders=scenario.founders,
                     joins_by_download=number in joiners and scenario.join_at_s[number] > 0,
                 ),
-                timings=MemberTimings(gossip_s=scenario.gossip_s, dead_s=8 * scenario.gossip_s),
+                timings=MemberTimings(scenario.gossip_s, dead_s=8 * scenario.gossip_s, settle_s=5 * scenario.gossip_s),
                 on_adopted=self._on_adopted,
                 seed=scenario.seed,
             )

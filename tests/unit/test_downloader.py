@@ -29,6 +29,7 @@ from node.swarm.consensus.context import Rules
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.identity import new_identity
 from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
+from node.swarm.membership.timings import MemberTimings
 from node.swarm.messages import Proof
 from node.swarm.state_sync import downloader as downloader_module
 from node.swarm.state_sync.downloader import Downloader, Transfer
@@ -138,7 +139,7 @@ def download(
         network, me = InProcessNetwork(), new_identity()
         wire = InProcessWire(network, me.peer_id)
         record = PeerRecord(peer_id=me.peer_id, number=0, run=RUN, head=RUN)
-        peer_table = PeerTable(me, record, asyncio.get_running_loop().time)
+        peer_table = PeerTable(me, record, asyncio.get_running_loop().time, timings=MemberTimings(settle_s=0))
         identities = sorted((new_identity() for _ in peers), key=lambda identity: identity.peer_id)
         for peer, served in zip(identities, peers, strict=True):
             server = InProcessWire(network, peer.peer_id)

@@ -11,7 +11,7 @@ from node.diloco.outer import OuterOptimizer, genesis
 from node.status import Phase
 from node.swarm.chain.chain import OuterRule, make_tip
 from node.swarm.membership.peer_table import PeerRecord
-from node.swarm.state_sync.providers import AvailableState, is_outvoted, vote_weights, winning_digest
+from node.swarm.state_sync.providers import AvailableState, Sightings, is_outvoted, vote_weights, winning_digest
 from node.swarm.state_sync.server import Snapshot
 
 RUN, HEAD, TRUE, FALSE, ELSEWHERE = "ab" * 32, "aa" * 32, "bb" * 32, "cc" * 32, "cd" * 32
@@ -56,6 +56,29 @@ def test_a_state_needs_the_majority_of_the_weighted_votes(
 ) -> None:
     one = state(digest, tokens, votes)
     assert (one.has_majority, one.is_outvoted) == (has_majority, is_loser)
+
+
+def test_a_state_without_a_majority_is_taken_after_it_was_offered_for_a_time() -> None:
+    unsure, other, sightings = state(TRUE, {}, {}), state(FALSE, {}, {}), Sightings()
+
+    def settled(found: list[AvailableState], now_s: float) -> list[AvailableState]:
+        return sightings.settled(found, now_s, 5.0, has_chain=False)
+
+    assert settled([unsure], 10.0) == [] == settled([unsure, other], 14.0)
+    assert settled([unsure, other], 15.0) == [unsure]
+    assert settled([other], 16.0) == [] == settled([unsure], 17.0), "it was gone for a while"
+    assert settled([state(TRUE, {}, {"a": TRUE})], 18.0) and settled([replace(unsure, is_proven=True)], 18.0)
+
+
+def test_a_node_that_has_a_chain_looks_for_a_time_before_it_takes_any_state() -> None:
+    sightings = Sightings()
+
+    def settled(digest: str, now_s: float) -> list[AvailableState]:
+        return sightings.settled([state(digest, {}, {"a": digest})], now_s, 5.0, has_chain=True)
+
+    assert settled(TRUE, 10.0) == [] == settled(FALSE, 14.0)
+    assert len(settled(LARGE, 15.0)) == 1, "another state in each search is a chain that goes on"
+    assert sightings.settled([], 16.0, 5.0, has_chain=True) == [] == settled(LARGE, 17.0)
 
 
 def test_the_smaller_digest_wins_between_two_votes() -> None:

@@ -16,3 +16,6 @@ class MemberTimings:
     """Time between two checks for peers ahead."""
     hold_s: float = 3.0
     """Time for which a leader holds the call of an attending member if there is nothing new."""
+    settle_s: float = 5.0
+    """Time for which a node sees an offered state before it takes it. A node that was alone, or that asks right after a
+    commit, needs this time to hear from the peers that contradict the state."""

@@ -92,6 +92,7 @@ class Downloader:
                 best_ratio, progress_at_s = ratio, clock()
             on_progress(ratio)
 
+        self._providers.begin()
         logged, running = "", asyncio.create_task(self.run(target, note))
         try:
             while is_needed() and clock() - progress_at_s <= patience_s:
@@ -120,7 +121,7 @@ class Downloader:
         """
         states = await self._providers.find(target, partial_downloads(self._folder), self._banned)
         if not states:
-            raise TransferFailed("No peer serves a state yet, or none that the others share.")
+            raise TransferFailed("No peer serves a state yet, or none that the others share for long enough.")
         states = states[:MAX_TRIES]
         remove_partial_downloads(self._folder, keep=[state.snapshot.digest for state in states])
         problems = []

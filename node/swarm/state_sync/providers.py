@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -136,14 +137,45 @@ class AvailableState:
         return winning_digest(self.tokens, self.votes) not in ("", self.snapshot.digest)
 
 
+class Sightings:
+    """Since when states have been found in every search."""
+
+    def __init__(self) -> None:
+        self._at_s: dict[str, float] = {}
+        self._any_at_s = math.inf
+
+    def settled(
+        self, found: Sequence[AvailableState], now_s: float, settle_s: float, *, has_chain: bool
+    ) -> list[AvailableState]:
+        """The states that may be taken now, of those that a search has found.
+
+        A state that is neither proven nor has a majority must have been there for `settle_s`. A node that has a chain
+        must have looked for `settle_s`. The peers that contradict may need this time to be heard.
+        """
+        self._at_s = {digest: self._at_s.get(digest, now_s) for digest in (one.snapshot.digest for one in found)}
+        self._any_at_s = min(self._any_at_s, now_s) if found else math.inf
+
+        def since_s(one: AvailableState) -> float:
+            if not (one.is_proven or one.has_majority):
+                return self._at_s[one.snapshot.digest]
+            return self._any_at_s if has_chain else -math.inf
+
+        return [one for one in found if now_s - since_s(one) >= settle_s]
+
+
 class ProviderSearch:
     """Asks peers which states they serve."""
 
     def __init__(self, wire: Wire, peer_table: PeerTable, rules: Rules, rng: random.Random) -> None:
         self._wire, self._peer_table, self._rules, self._rng = wire, peer_table, rules, rng
+        self._sightings = Sightings()
+
+    def begin(self) -> None:
+        """Begin to look for a state. States that were found earlier count as new."""
+        self._sightings = Sightings()
 
     async def find(self, target: Target, begun: Sequence[str], banned: Collection[str]) -> list[AvailableState]:
-        """The available states of the chain with the most live peers, best first.
+        """The available states of the chain with the most live peers, best first; none until they have settled.
 
         Proven states and those with a majority come before all others. Next come states of which a partial download
         exists, states with several servers, and newer states. States that are outvoted are left out. A peer at another
@@ -168,12 +200,15 @@ class ProviderSearch:
         valid = [one for one in judged if one is not None and (one.is_proven or not one.is_outvoted)]
         usable = [one for one in valid if not any(_is_outnumbered_by(one, links, heads) for links in chains)]
         best = max((one.standing for one in usable), default=0)
+        now_s, settle_s = asyncio.get_running_loop().time(), self._peer_table.timings.settle_s
+        found_now = [one for one in usable if one.standing == best]
+        settled = self._sightings.settled(found_now, now_s, settle_s, has_chain=bool(target.heads))
 
         def rank(state: AvailableState) -> tuple[Any, ...]:
             is_begun = any(state.snapshot.digest.startswith(name) for name in begun)
             return state.is_proven or state.has_majority, is_begun, min(2, len(state.servers)), state.snapshot.round
 
-        return sorted((one for one in usable if one.standing == best), key=rank, reverse=True)
+        return sorted(settled, key=rank, reverse=True)
 
     async def _chains(
         self, states: Collection[AvailableState], target: Target, peers: Sequence[str]
