@@ -13,7 +13,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from node.api.metrics import Build
 from node.api.node_interface import View
 from node.api.redaction import ADDRESS, HIDDEN, Redactor, hide_secrets
 from node.config.schema import Config
+from node.host.cgroup import memory_limit, quota_cores
 from node.multiaddress import parse
 
 PART_BYTES_MAX = 2_000_000
@@ -104,7 +105,7 @@ def _versions(build: Build) -> dict[str, str]:
 
 
 def _machine(data_dir: Path) -> dict[str, Any]:
-    memory, cgroup = psutil.virtual_memory(), Path("/sys/fs/cgroup")
+    memory, limit = psutil.virtual_memory(), memory_limit()
     disk = shutil.disk_usage(data_dir) if data_dir.exists() else None
     return {
         "system": platform.platform(),
@@ -115,20 +116,14 @@ def _machine(data_dir: Path) -> dict[str, Any]:
         "memory_bytes": memory.total,
         "memory_available_bytes": memory.available,
         "swap_used_bytes": psutil.swap_memory().used,
-        "cgroup": {name: _read(cgroup / name) for name in ("cpu.max", "memory.max", "memory.current")},
+        "memory_limit": asdict(limit) if limit is not None else None,
+        "cores_quota": quota_cores(),
         "disk_free_bytes": disk.free if disk else None,
         "disk_size_bytes": disk.total if disk else None,
         "in_container": Path("/.dockerenv").exists(),
         # Pairs, because the redactor takes `"api-token": 44` for a secret with its value.
         "files": [(file.name, file.stat().st_size) for file in sorted(data_dir.glob("*")) if file.is_file()],
     }
-
-
-def _read(file: Path) -> str | None:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return None
 
 
 def _tail(file: Path) -> str:

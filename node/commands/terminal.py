@@ -148,6 +148,8 @@ def describe(status: Status, link: str = "") -> str:
         ("given", f"{contribution.tokens_total:,} tokens, {joined}"),
         ("merged", f"{contribution.tokens_merged:,} tokens, {contribution.tokens_discarded:,} discarded"),
     ]
+    if status.node.memory_limit_bytes is not None:
+        rows.append(("memory", f"at most {status.node.memory_limit_bytes / 1e9:.3g} GB: its container's limit"))
     if status.month.month:
         rows.append(("month", _month_line(status.month)))
     if status.reachability_reason:

@@ -42,6 +42,7 @@ from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
 from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
+from node.host.cgroup import memory_limit
 from node.host.cores import usable_cores
 from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice
@@ -169,8 +170,14 @@ def _make_state(
     version: str,
     on_status: Callable[[Status], None] | None,
 ) -> NodeState:
+    limit = memory_limit()
     node = NodeInfo(
-        name=config.node.name, version=version, data_dir=str(directory.path), mode=mode, started_at=utc_now()
+        name=config.node.name,
+        version=version,
+        data_dir=str(directory.path),
+        mode=mode,
+        memory_limit_bytes=limit.limit_bytes if limit is not None else None,
+        started_at=utc_now(),
     )
     state = NodeState(
         node,

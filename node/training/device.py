@@ -18,7 +18,8 @@ import torch
 
 from node.config.schema import DevicesConfig
 from node.errors import MachineError
-from node.host.cores import CGROUP, usable_cores
+from node.host.cores import usable_cores
+from node.host.memory import memory_size_bytes
 from node.host.power_meter import processor_joules
 from node.status import DeviceInfo
 
@@ -84,18 +85,6 @@ def threads_per_rank(cpu_threads: int, ranks: int) -> int:
     return max(1, (min(cpu_threads, cores) if cpu_threads else cores) // ranks)
 
 
-def available_memory_bytes() -> float:
-    """Bytes of host memory that this process may still use, within the limit of its container if there is one."""
-    free = float(psutil.virtual_memory().available)
-    try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        lines = (line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        cached = next((int(value) for name, value in lines if name == "inactive_file"), 0)
-    except (OSError, ValueError):  # No container, or one without a limit, whose file says `max`.
-        return free
-    return min(free, float(limit - used + cached))
-
-
 def free_gpu_memory_bytes(device: torch.device, ratio: float) -> float:
     """Bytes that this process may still allocate on the GPU.
 
@@ -122,7 +111,7 @@ def describe(device: torch.device, *, own: bool = True) -> DeviceInfo:
             name=_cpu_name(),
             utilization_ratio=min(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1)),
             memory_used_bytes=psutil.Process().memory_info().rss,
-            memory_size_bytes=psutil.virtual_memory().total,
+            memory_size_bytes=memory_size_bytes(),
             energy_joules=processor_joules(),
         )
     properties = torch.cuda.get_device_properties(device)

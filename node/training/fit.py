@@ -25,8 +25,9 @@ from node.config.schema import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
 from node.host.disk_quota import LEAST_BYTES, META_BYTES, quota_bytes
+from node.host.memory import available_memory_bytes, memory_remedy
 from node.training.algorithm import feedback_of, optimizer_of
-from node.training.device import ComputeDevice, available_memory_bytes, free_gpu_memory_bytes
+from node.training.device import ComputeDevice, free_gpu_memory_bytes
 from node.training.inner import Execution, InnerLoop
 from node.training.model import LOSS_TOKENS, unit_elements
 
@@ -142,7 +143,7 @@ def compare_resources(
         yield "GPU memory", device + needs.row_bytes, free_gpu_memory_bytes(chosen.device, ratio), remedy
     else:
         host += ranks * (device + needs.row_bytes)
-    yield "memory", host, available_memory_bytes(), "end what else uses memory, or join a run with a smaller model"
+    yield "memory", host, available_memory_bytes(), memory_remedy()
     folder = _existing_parent(config.node.data_dir)
     remedy = f"free some space in {folder}, or choose another folder with --data-dir"
     quota = quota_bytes(config.limits.disk_gb)

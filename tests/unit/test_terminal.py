@@ -147,3 +147,10 @@ def test_table_of_peers_fits_into_80_columns_with_the_whole_name() -> None:
     )
     for text in ("downloading", "123456", "1,234", "12.10.3.dev10", "3 s ago", "AAAAAA"):
         assert text in lines[1]
+
+
+def test_status_names_the_memory_limit_of_a_container() -> None:
+    status = make_status()
+    assert "memory" not in describe(status)
+    limited = status.model_copy(update={"node": status.node.model_copy(update={"memory_limit_bytes": 536_870_912})})
+    assert "memory     at most 0.537 GB: its container's limit" in describe(limited)
