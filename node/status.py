@@ -325,7 +325,7 @@ class DepartedPeer(Value):
 
 class DeviceInfo(Value):
     kind: str
-    """`cpu` or `cuda`."""
+    """`cpu`, `cuda`, `rocm`, `mps` or `xpu`."""
     name: str
     utilization_ratio: float | None = None
     memory_used_bytes: int | None = None

@@ -245,7 +245,7 @@ def _swarm_gauges(view: View) -> Iterator[Metric]:
 
 def _gpu_metrics(view: View) -> Iterator[Metric]:
     """Series exist only for the GPUs present and the values they report."""
-    gpus = [device for device in view.status.devices if device.kind == "cuda"]
+    gpus = [device for device in view.status.devices if device.kind != "cpu"]
 
     def by_gpu(values: list[float | None]) -> dict[str, float]:
         return {str(index): value for index, value in enumerate(values) if value is not None}

@@ -55,8 +55,9 @@ class NodeConfig(Section):
 class DevicesConfig(Section):
     """The devices that the node computes on."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` means the first GPU, or the CPU if there is none."""
+    device: Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps"] = "auto"
+    """`auto` means the first GPU, or the CPU if there is none. `cuda` is NVIDIA, `rocm` AMD, `xpu` Intel and `mps`
+    Apple; each needs the build of torch for it."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the inner step's matrix products. `auto` means bf16 on GPUs that support it, fp16 on other GPUs, and
     fp32 on a CPU."""

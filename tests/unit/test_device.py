@@ -13,6 +13,7 @@ from node.errors import MachineError
 from node.host.cores import usable_cores
 from node.host.memory import memory_size_bytes
 from node.training.device import choose_device, describe
+from tests.limited_device import needs_full_device
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,7 @@ def _restore_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@needs_full_device
 def test_a_cpu_computes_in_fp32_by_default() -> None:
     chosen = choose_device(DevicesConfig(device="cpu"), 1)
     assert (chosen.device.type, chosen.precision) == ("cpu", "fp32")
@@ -54,6 +56,7 @@ def test_usable_cores_follow_the_cpu_affinity_of_the_process() -> None:
         os.sched_setaffinity(0, before)
 
 
+@needs_full_device
 def test_description_of_a_cpu_has_memory_and_utilization_but_no_temperature() -> None:
     info = describe(torch.device("cpu"))
     assert info.kind == "cpu" and info.name
