@@ -28,8 +28,8 @@ LABEL = "org.diloco.node"
 USER = "diloco"
 SYSTEM_DATA = Path("/var/lib/diloco-node")
 SYSTEM_ENVIRONMENT = Path("/etc/diloco-node.env")
-PRIVATE_FOLDERS = (Path("/home"), Path("/root"), Path("/run/user"))
-"""Folders that the system service cannot read (ProtectHome)."""
+PRIVATE_FOLDERS = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))  # noqa: S108
+"""Folders that the system service cannot read (ProtectHome, PrivateTmp)."""
 NEEDS_A_PERSON = (2, 3, 4, 10)
 """Exit codes after which a restart would end in the same way: usage, this machine, refused, another protocol."""
 STOP_S = 60
