@@ -39,12 +39,13 @@ IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
 
-.PHONY: help run test test-all test-docker test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
+.PHONY: help run datasets test test-all test-docker test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
 
 help:
 	@echo "make run                           start a node on the built-in run"
 	@echo "make run JOIN=INVITE NAME=second   start another node that joins a run"
 	@echo "make run TORCH=cuda                install torch with CUDA (or cpu) the first time"
+	@echo "make datasets                      install what runs on other text than the built-in one need"
 	@echo "make swarm N=4                     start N nodes here; Ctrl-C ends them"
 	@echo "make homes N=6                     start N nodes in home networks (root)"
 	@echo
@@ -82,6 +83,10 @@ $(DEV_SET_UP): $(SET_UP)
 	@echo "Installing what tests and checks need as well, about 0.2 GB"
 	@$(PIP_SHOWN) -r requirements.lock | .ci/progress $$(grep -c == requirements.lock)
 	@touch $@
+
+# Only for runs on text of the hub or in files.
+datasets: $(SET_UP)
+	@$(PIP_SHOWN) --constraint requirements.lock datasets | .ci/progress
 
 $(NODE_MODULES): dashboard/package-lock.json
 	@{ node -e '$(NODE_FITS)' && npm --version; } >/dev/null 2>&1 || \

@@ -138,7 +138,13 @@ async def _run(
             sinks = MetricSinks(settings.metrics.sinks, directory.path, settings.node.name, state.set_notice)
             state.record_to(history, sinks)
             _publish_address(config.api, directory, state, sock, tls)
-            watching = (supervisor.watch(), supervisor.poll_sensors(parts.sensors), disk.watch(), sinks.run())
+            watching = (
+                supervisor.watch(),
+                supervisor.poll_sensors(parts.sensors),
+                supervisor.processes.watch(),
+                disk.watch(),
+                sinks.run(),
+            )
             notifier = Notifier(config.notify, directory.path, lambda: state.status)
             try:
                 return await _run_until_end(supervisor, state, server, sock, watching, notifier)

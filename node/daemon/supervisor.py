@@ -30,6 +30,7 @@ from node.daemon.log_handlers import log_worker_record
 from node.daemon.month_meter import MonthMeter
 from node.daemon.node_state import NodeState
 from node.daemon.pause_policy import PausePolicy
+from node.daemon.process_meter import ProcessMeter
 from node.daemon.worker_process import WorkerExit
 from node.daemon.worker_watchdog import SupervisorTimings, WorkerWatchdog
 from node.errors import MachineError
@@ -87,7 +88,10 @@ class Supervisor:
         timings: SupervisorTimings,
     ) -> None:
         known = state.counters.counters if state.counters is not None else Counters()
-        self.metrics = Metrics(build, self.view, space=lambda: disk.space, known=known)
+        self.processes = ProcessMeter(lambda: self._worker.pid)
+        self.metrics = Metrics(
+            build, self.view, space=lambda: disk.space, known=known, processes=lambda: self.processes.usage
+        )
         self._config, self._pause_policy = config, pause_policy
         self._directory, self._state, self._disk, self._month = directory, state, disk, month
         self._mode, self._join = mode, join
@@ -372,6 +376,7 @@ class Supervisor:
         if self._worker.lived_s > timings.healthy_s:
             self._crashes = 0
         self._crashes += 1
+        self.metrics.worker_crashed()
         cause = exit_.describe()
         logger.error("The worker crashed: %s", cause)
         if self._desired in ("drain", "leave"):

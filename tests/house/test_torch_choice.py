@@ -31,7 +31,8 @@ class Machine:
     def choose(self, **variables: str) -> tuple[str, str]:
         """Run the script. Returns the index that it prints, and what it says to people."""
         environment = {
-            "PATH": f"{self.folder}:/usr/bin:/bin", "DEVICES": str(self.devices), "TORCH_CPU_INDEX": CPU_INDEX, **variables
+            "PATH": f"{self.folder}:/usr/bin:/bin", "DEVICES": str(self.devices),
+            "TORCH_CPU_INDEX": CPU_INDEX, **variables,
         }  # fmt: skip
         done = subprocess.run(
             [SCRIPT, self.folder / "python"], env=environment, capture_output=True, text=True, timeout=20, check=True
