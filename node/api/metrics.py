@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 STEP_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 SYNC_BUCKETS_S = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 STAGES = tuple(stage.value for stage in Stage)
+NO_RUN = "no run yet"
+"""The run of a node that does not know its manifest."""
 UNSETTLED = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
 """A worker in these phases may not have read its checkpoint yet."""
 
@@ -238,14 +240,14 @@ class Metrics(Collector):
 
 
 def _run_info(view: View) -> Iterator[Metric]:
-    """The run of this node. Until the manifest is known there is no series, so no run has an empty name.
+    """The run of this node. There is always one series, so that dashboards find nodes without a run as well.
 
     The label has the beginning of the hash as well, because anybody may choose any name.
     """
     run = view.status.run
     info = GaugeMetricFamily("diloco_run_info", "The run of this node, by name and hash; always 1.", labels=("run",))
-    if run.manifest_hash:
-        info.add_metric((f"{run.name} ({run.manifest_hash[:8]})".strip(),), 1.0)
+    name = f"{run.name} ({run.manifest_hash[:8]})" if run.manifest_hash else NO_RUN
+    info.add_metric((name.strip(),), 1.0)
     yield info
 
 

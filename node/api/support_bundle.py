@@ -66,6 +66,7 @@ def _parts(source: BundleSource) -> Iterator[tuple[str, str]]:
     view, config, data_dir = source.view, source.config.model_dump(mode="json"), source.config.node.data_dir
     for section, key in (("swarm", "bootstrap"), ("swarm", "announce"), ("swarm", "listen"), ("api", "allowed_hosts")):
         config[section][key] = f"({len(config[section][key])} entries)"
+    config["api"]["public_url"] = HIDDEN if config["api"]["public_url"] else ""
     config["notify"] = {key: HIDDEN if value else value for key, value in config["notify"].items()}
     yield "README.txt", README
     yield "status.json", view.status.model_dump_json(indent=1)
@@ -137,7 +138,7 @@ def _tail(file: Path) -> str:
 
 def _configured_hosts(config: Config) -> Iterator[tuple[str, str]]:
     """Yield host names to hide. Names without a dot may be common words and are hidden only before a port."""
-    for name in config.api.allowed_hosts:
+    for name in config.api.host_names:
         if "." in name:
             yield name, ADDRESS
     for address in map(parse, (*config.swarm.announce, *config.swarm.bootstrap)):

@@ -92,7 +92,7 @@ def dashboard_link(data_dir: Path, *, pid: int | None) -> str:
     except (OSError, ValueError):
         return ""
     is_known = pid is None or address.pid in (pid, None)
-    return f"{address.url}/#token={address.token}" if is_known else ""
+    return f"{address.public_url or address.url}/#token={address.token}" if is_known else ""
 
 
 def render(status: Status) -> Table:

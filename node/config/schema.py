@@ -150,6 +150,26 @@ class SwarmConfig(Section):
         return self
 
 
+def _check_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # Raises for a port that is no number.
+    except ValueError as exc:
+        raise ValueError(f"it is no URL ({exc}): write one that begins with http:// or https://") from exc
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url):
+        raise ValueError("write a URL that begins with http:// or https://")
+    if parts.username is not None:
+        raise ValueError("a URL with a user name is not supported: put the key into its path or query")
+    return url
+
+
+def _public_url(url: str) -> str:
+    parts = urlsplit(_check_url(url))
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise ValueError("the page is at the root: write only scheme, host and port, such as http://nas.local:8080")
+    return url.rstrip("/")
+
+
 class ApiConfig(Section):
     """The HTTP port."""
 
@@ -159,6 +179,9 @@ class ApiConfig(Section):
     """Port to bind; 0 means any free port."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the API answers to besides localhost, loopback addresses and the bound address."""
+    public_url: Annotated[str, AfterValidator(_public_url)] = ""
+    """Address of the page for browsers, such as http://nas.local:8081, if it differs from the bound one: a published
+    port of a container, or a proxy. The printed link has it, and the API answers to its host name."""
     public: bool = False
     """Serve a read-only page about the run at /public/ to everybody who reaches the port, without a token. It names no
     machine and no address, but its invite contains the addresses of some members."""
@@ -168,6 +191,12 @@ class ApiConfig(Section):
     """PEM file with the certificate and its intermediate ones. With it and `tls_key`, the API speaks only HTTPS."""
     tls_key: str = ""
     """PEM file with the certificate's key, without a password."""
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """All host names that are allowed by name."""
+        public = urlsplit(self.public_url).hostname
+        return (*self.allowed_hosts, *((public,) if public else ()))
 
     @model_validator(mode="after")
     def _certificate_has_key(self) -> ApiConfig:
@@ -243,19 +272,6 @@ class CheckpointConfig(Section):
     every_s: float = Field(300.0, gt=0, le=604_800)
     """Time between two checkpoints, also within a round. It is at least 20 times as long as writing a checkpoint takes.
     A crash loses the inner steps since the newest checkpoint, but no round."""
-
-
-def _check_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # Raises for a port that is no number.
-    except ValueError as exc:
-        raise ValueError(f"it is no URL ({exc}): write one that begins with http:// or https://") from exc
-    if url and (parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url):
-        raise ValueError("write a URL that begins with http:// or https://")
-    if parts.username is not None:
-        raise ValueError("a URL with a user name is not supported: put the key into its path or query")
-    return url
 
 
 def _check_command(command: str) -> str:

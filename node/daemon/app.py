@@ -217,7 +217,7 @@ def _publish_address(
     api: ApiConfig, directory: DataDirectory, state: NodeState, sock: socket.socket, tls: Tls | None
 ) -> None:
     url, port = url_of(sock, tls=tls is not None), sock.getsockname()[1]
-    directory.write_address(url, tls.certificate if tls else "")
+    directory.write_address(url, tls.certificate if tls else "", api.public_url)
     state.set_notice(NO_TLS, no_tls_notice(api))
     logger.info("The API listens on %s.", url)
     if api.port not in (0, port):

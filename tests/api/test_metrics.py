@@ -206,9 +206,10 @@ def test_metric_of_the_swarms_tokens_is_nan_until_their_number_is_known(fake_nod
 
 
 def test_run_is_named_with_its_hash_once_it_is_known(fake_node: FakeNode) -> None:
-    assert not any(name == "run_info" for name, _ in scrape(fake_node)[1])
+    assert scrape(fake_node)[1][("run_info", (("run", "no run yet"),))] == 1
     fake_node.board.apply_report(Report(run=RunInfo(name="tiny", manifest_hash="ab12cd34" * 8)))
-    assert scrape(fake_node)[1][("run_info", (("run", "tiny (ab12cd34)"),))] == 1
+    _, samples = scrape(fake_node)
+    assert [key for key in samples if key[0] == "run_info"] == [("run_info", (("run", "tiny (ab12cd34)"),))]
 
 
 def test_crashes_of_workers_and_the_use_of_processes_are_shown(fake_node: FakeNode) -> None:

@@ -118,7 +118,13 @@ def test_status_text_says_at_first_that_reachability_is_not_tested_yet() -> None
 
 @pytest.mark.parametrize(
     ("address", "link"),
-    [({"url": URL, "pid": 7}, f"{URL}/#token={'T' * 43}"), ({"url": URL, "pid": 6}, ""), ([], ""), ({}, "")],
+    [
+        ({"url": URL, "pid": 7}, f"{URL}/#token={'T' * 43}"),
+        ({"url": URL, "pid": 6}, ""),
+        ([], ""),
+        ({}, ""),
+        ({"url": URL, "pid": 7, "public_url": "http://nas.local:81"}, f"http://nas.local:81/#token={'T' * 43}"),
+    ],
 )
 def test_dashboard_link_is_used_only_if_its_file_names_this_process(tmp_path: Path, address: object, link: str) -> None:
     write_address(tmp_path, address)
