@@ -138,13 +138,7 @@ async def _run(
             sinks = MetricSinks(settings.metrics.sinks, directory.path, settings.node.name, state.set_notice)
             state.record_to(history, sinks)
             _publish_address(config.api, directory, state, sock, tls)
-            watching = (
-                supervisor.watch(),
-                supervisor.poll_sensors(parts.sensors),
-                supervisor.processes.watch(),
-                disk.watch(),
-                sinks.run(),
-            )
+            watching = (supervisor.watch(), supervisor.poll_sensors(parts.sensors), disk.watch(), sinks.run())
             notifier = Notifier(config.notify, directory.path, lambda: state.status)
             try:
                 return await _run_until_end(supervisor, state, server, sock, watching, notifier)
@@ -238,7 +232,8 @@ async def _run_until_end(
 
     A background task that fails ends the node, because no node may run without its watchdog.
     """
-    tasks = [asyncio.create_task(one) for one in (*background, supervisor.store_counters(), notifier.run())]
+    own = (supervisor.store_counters(), supervisor.processes.watch(), notifier.run())
+    tasks = [asyncio.create_task(one) for one in (*background, *own)]
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     running = asyncio.create_task(supervisor.run())
     loop = asyncio.get_running_loop()
