@@ -32,7 +32,7 @@ N ?= 4
 JOBS ?= 4
 ARGS ?=
 
-# TARGET: cpu or cuda. IMAGE_ARGS go to the engine, for example --build-arg TORCH_INDEX_URL=... (docker/Dockerfile).
+# TARGET: cpu, cuda or rocm. IMAGE_ARGS go to the engine, for example --build-arg BASE_IMAGE=... (docker/Dockerfile).
 DOCKER ?= docker
 TARGET ?= cpu
 IMAGE ?= diloco-node:$(TARGET)
@@ -63,7 +63,7 @@ help:
 	@echo
 	@echo "make dashboard                     build the page into node/api/static"
 	@echo "make wheel                         build the package: dist/*.whl"
-	@echo "make image TARGET=cpu              build the container image: cpu or cuda"
+	@echo "make image TARGET=cpu              build the container image: cpu, cuda or rocm"
 	@echo "make sbom                          list the contents of the image, with licences"
 	@echo "make lock                          rewrite requirements.lock"
 	@echo "make clean                         remove everything that was built"
