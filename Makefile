@@ -39,7 +39,7 @@ IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
 
-.PHONY: help run datasets test test-all test-docker test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
+.PHONY: help run datasets test test-all test-docker test-pythons test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
 
 help:
 	@echo "make run                           start a node on the built-in run"
@@ -51,6 +51,7 @@ help:
 	@echo
 	@echo "make test                          run before each commit: five minutes"
 	@echo "make test-all                      all tests that need no GPU: what CI runs"
+	@echo "make test-pythons                  test on the other installed versions of Python"
 	@echo "make test-docker                   test image, compose and wheel (root; 30 min)"
 	@echo "make simulate                      run the swarm on virtual time: minutes"
 	@echo "make participation                 check on virtual time that every member takes part"
@@ -109,6 +110,10 @@ ALONE := tests/swarm/test_load.py tests/swarm/test_stopwatch.py
 test: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+
+# The quick tests on each other supported version of Python that is installed.
+test-pythons: $(DEV_SET_UP)
+	@JOBS=$(JOBS) .ci/other-pythons
 
 test-all: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
@@ -199,5 +204,5 @@ lock:
 	@rm -rf .venv-lock
 
 clean:
-	@rm -rf $(VENV) .venv-lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage* htmlcov
+	@rm -rf $(VENV) .venv-lock .venv-3.* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage* htmlcov
 	@rm -rf dashboard/node_modules node/api/static
