@@ -155,14 +155,25 @@ def _systemd_quote(value: str) -> str:
     return f'"{escaped}"'
 
 
+def _in_unit(word: str) -> str:
+    """Write a word of a unit file, where `%` begins a specifier."""
+    return (_systemd_quote(word) if " " in word else word).replace("%", "%%")
+
+
 def _unit_text(is_system: bool, data_dir: Path, environment: Path, command: Sequence[str]) -> str:
-    data = str(data_dir).replace("%", "%%")
+    variables = {
+        "DILOCO_NODE__DATA_DIR": data_dir,
+        "HF_HOME": data_dir / "cache/huggingface",
+        "XDG_CACHE_HOME": data_dir / "cache",
+        "DILOCO_LOG__FORMAT": "json",
+    }
+    assigned = "\n".join(f"Environment={_in_unit(f'{name}={value}')}" for name, value in variables.items())
     who = f"User={USER}\nGroup={USER}\n" if is_system else ""
     state = "StateDirectory=diloco-node\nStateDirectoryMode=0700\n" if data_dir == SYSTEM_DATA else ""
-    writable = f"ReadWritePaths={data}\n" if is_system and not state else ""
+    writable = f"ReadWritePaths={_in_unit(str(data_dir))}\n" if is_system and not state else ""
     # Most sandboxing needs privileges that a user's systemd does not have everywhere.
     sandbox = f"{_SYSTEM_SANDBOX}{writable}" if is_system else ""
-    words = " ".join(_systemd_quote(word) if " " in word else word for word in command).replace("%", "%%")
+    words = " ".join(map(_in_unit, command))
     return f"""\
 # Written by `diloco-node install-service`, which overwrites it.
 [Unit]
@@ -175,8 +186,7 @@ StartLimitBurst=10
 
 [Service]
 {who}EnvironmentFile=-{environment}
-Environment=DILOCO_NODE__DATA_DIR={data} HF_HOME={data}/cache/huggingface XDG_CACHE_HOME={data}/cache
-Environment=DILOCO_LOG__FORMAT=json
+{assigned}
 {state}ExecStart={words}
 # 0: stopped on request. {_listed(NEEDS_A_PERSON)} (usage, this machine, refused, another protocol) need a person.
 Restart=on-failure

@@ -54,7 +54,8 @@ def test_systemd_accepts_the_unit(tmp_path: Path, place: Place, scope: service.S
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed")
     unit = tmp_path / "diloco-node.service"
-    unit.write_text(unit_of(plan_service(place, scope)).replace(str(place.program), "/bin/true"))
+    text = unit_of(plan_service(place, scope, data_dir=tmp_path / "data with 50% more"))
+    unit.write_text(text.replace(str(place.program), "/bin/true"))
     words = ["systemd-analyze", "verify", "--man=no", f"--{scope}", str(unit)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert unit.name not in done.stdout + done.stderr, done.stdout + done.stderr
@@ -91,6 +92,9 @@ def test_system_unit_runs_as_a_user_of_its_own_in_a_sandbox() -> None:
 def test_user_unit_runs_as_the_user_and_goes_on_after_logout() -> None:
     plan = plan_service(ADA, "user", config=Path("/home/ada/my node.toml"))
     settings = settings_of(unit_of(plan))
+    assert "Environment=DILOCO_NODE__DATA_DIR=/home/ada/.local/share/diloco-node\n" in unit_of(plan)
+    spaced = unit_of(plan_service(ADA, "user", data_dir=Path("/home/ada/my 50%")))
+    assert 'Environment="DILOCO_NODE__DATA_DIR=/home/ada/my 50%%"\n' in spaced
     assert "User" not in settings and "ProtectSystem" not in settings
     assert settings["ExecStart"] == '/home/ada/.local/bin/diloco-node run --config "/home/ada/my node.toml"'
     assert plan.files[1].path == Path("/home/ada/.config/systemd/user/diloco-node.service")
