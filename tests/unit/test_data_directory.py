@@ -153,4 +153,4 @@ def test_data_directory_reports_its_used_bytes_by_kind_of_file(tmp_path: Path) -
         (tmp_path / "checkpoints" / "7" / "x").write_bytes(b"12345")
         space = directory.space()
         assert 0 < space.free_bytes <= space.size_bytes
-        assert space.used_bytes == {"checkpoints": 5, "history": 0, "cache": 0, "logs": 0}
+        assert space.used_bytes == {"checkpoints": 5, "history": 0, "cache": 0, "logs": 0, "metrics": 0}
