@@ -398,7 +398,7 @@ def _status(call: Call) -> int:
 
     def text() -> str:
         status = Status.model_validate(client.status())
-        return describe(status, dashboard_link(call.data_dir, pid=None))
+        return describe(status, dashboard_link(call.data_dir, pid=None, has_token=sys.stdout.isatty()))
 
     if not call.args.watch:
         print(text())

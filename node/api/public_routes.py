@@ -106,10 +106,12 @@ def make_public_router(page: PublicPage, *, is_public: bool) -> APIRouter:
             await page.html(), media_type="text/html; charset=utf-8", headers={"Cache-Control": "max-age=10"}
         )
 
+    @router.head(PATH + "run.json", include_in_schema=False)
     @router.get(PATH + "run.json", include_in_schema=False)
     async def show_json() -> Response:
         return _answer(await page.json(), "application/json")
 
+    @router.head(PATH + "public.css", include_in_schema=False)
     @router.get(PATH + "public.css", include_in_schema=False)
     async def show_style() -> Response:
         return _answer(STYLE.encode(), "text/css; charset=utf-8")

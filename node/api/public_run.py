@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
@@ -129,14 +130,22 @@ def read_run(folder: Path) -> Manifest | None:
 
 def read_credit(folder: Path) -> Mapping[str, Any] | None:
     """The table of credit that the worker has written; None if there is none yet."""
+    path = folder / "credit.json"
     try:
-        record = json.loads((folder / "credit.json").read_bytes())
-        return {"round": record["evidence"]["round"], "table": record["table"]}
+        written = path.stat()
+        return _read_table(path, written.st_ino, written.st_mtime_ns)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as exc:
         logger.warning("The table of credit in %s cannot be read: %s", folder, exc)
         return None
+
+
+@lru_cache(maxsize=1)
+def _read_table(path: Path, _inode: int, _changed_at_ns: int) -> Mapping[str, Any]:
+    """The table in a file. A large one takes a second to read, so it is read once for each version of the file."""
+    record = json.loads(path.read_bytes())
+    return {"round": record["evidence"]["round"], "table": record["table"]}
 
 
 def read_owners(folder: Path) -> Mapping[str, KnownOwner]:

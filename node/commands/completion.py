@@ -16,7 +16,7 @@ def completion(shell: str, commands: Mapping[str, argparse.ArgumentParser], keys
     if shell == "fish":
         return _fish(commands, options, settings)
     script = _bash(options, settings)
-    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
+    return script if shell == "bash" else f"autoload -U +X compinit bashcompinit && compinit && bashcompinit\n{script}"
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

@@ -40,6 +40,8 @@ def certificate_of(data_dir: Path) -> tuple[Certificate, ProvenCredit]:
 
     Raises DataFolderError without a table of credit, and UsageError without credit.
     """
+    if not (data_dir / "identity.key").exists():
+        raise DataFolderError(f"{data_dir} has no identity.key: name the data folder of a node that has trained.")
     path = data_dir / CREDIT_FILE
     try:
         record = CreditRecord.model_validate_json(path.read_bytes())
@@ -49,8 +51,6 @@ def certificate_of(data_dir: Path) -> tuple[Certificate, ProvenCredit]:
         ) from exc
     except (OSError, ValidationError) as exc:
         raise DataFolderError(f"{path} cannot be read: the node writes it again after the next rounds.") from exc
-    if not (data_dir / "identity.key").exists():
-        raise DataFolderError(f"{data_dir} has no identity.key: name the data folder of a node that has trained.")
     try:
         certificate = certify(record, load_identity(data_dir / "identity.key"))
         return certificate, check(certificate)

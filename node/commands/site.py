@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from node.api.public_page import STYLE, render
 from node.api.public_run import PublicRun
 from node.commands.client import Client
@@ -20,12 +22,14 @@ def write_site(client: Client, folder: Path) -> PublicRun:
 
     Raises UsageError if no node answers, if it has not joined a run, or if the folder refuses the files.
     """
-    run = PublicRun.model_validate(client.public())
+    run = _read(client)
     if not run.manifest_hash:
         raise UsageError("The node has not joined a run yet: wait until `diloco-node status` shows one.")
     files = {"public.css": STYLE, "run.json": run.model_dump_json(), PAGE: render(run)}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            folder.chmod(0o755)
         for name, text in files.items():
             write_whole(folder / name, text, forced=False)
             (folder / name).chmod(0o644)
@@ -44,7 +48,7 @@ def keep_site(client: Client, folder: Path, tell: Callable[[str], None], sleep: 
     while True:
         sleep(LOOK_S)
         try:
-            run = PublicRun.model_validate(client.public())
+            run = _read(client)
             if (run.round, run.state) != newest or is_away:
                 newest = (run.round, run.state)
                 write_site(client, folder)
@@ -53,3 +57,11 @@ def keep_site(client: Client, folder: Path, tell: Callable[[str], None], sleep: 
             if not is_away:
                 tell(f"The page stays as it is: {exc}")
             is_away = True
+
+
+def _read(client: Client) -> PublicRun:
+    """The run of a node that answers. Raises UsageError, also if the node is of another version."""
+    try:
+        return PublicRun.model_validate(client.public())
+    except ValidationError as exc:
+        raise UsageError("The node is of another version than this command: start the node again.") from exc

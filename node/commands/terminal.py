@@ -82,17 +82,21 @@ class LiveView:
         self._console.file.flush()
 
 
-def dashboard_link(data_dir: Path, *, pid: int | None) -> str:
+def dashboard_link(data_dir: Path, *, pid: int | None, has_token: bool = True) -> str:
     """Return the dashboard's URL, or "" while unknown. Browsers do not send its fragment, which holds the token.
 
-    `pid` is the node's process; with None, any process may have written the address.
+    `pid` is the node's process; with None, any process may have written the address. Text that may end up in a file or
+    a report takes the URL without the token.
     """
     try:
         address = read_address(data_dir)
     except (OSError, ValueError):
         return ""
     is_known = pid is None or address.pid in (pid, None)
-    return f"{address.public_url or address.url}/#token={address.token}" if is_known else ""
+    if not is_known:
+        return ""
+    url = address.public_url or address.url
+    return f"{url}/#token={address.token}" if has_token else f"{url}/"
 
 
 def render(status: Status) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from node.api.routes import ApiContext
 from node.commands.site import keep_site, write_site
 from node.config.manifest import Manifest, RunConfig
 from node.errors import UsageError
+from node.host.files import write_whole
 from node.status import Member, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo
 from tests.api.conftest import BUILD, TOKEN, FakeNode, HttpClient
 
@@ -83,6 +85,7 @@ def test_page_is_served_without_a_token_under_any_name_if_the_owner_wants_it(nod
         answer = http.get(path, headers={"Host": "run.example.org"})
         assert answer.status_code == 200, path
         assert len(answer.content) < 150_000
+        assert http.request("HEAD", path).status_code == 200
     assert http.get("/public").headers["location"] == "/public/"
     assert http.get("/api/v1/status").status_code == 401, "the rest needs the token"
     assert http.get("/publicity").status_code == 401
@@ -317,12 +320,33 @@ def test_static_site_is_written_again_after_each_round_and_survives_the_node(nod
     assert json.loads((folder / "run.json").read_text())["round"] == 5
     assert {path.name for path in folder.iterdir()} == {"index.html", "public.css", "run.json"}
     assert [text[:30] for text in told] == ["Wrote the page after round 3 t", "The page stays as it is: No no"]
+    with pytest.raises(UsageError, match="of another version"):
+        write_site(OneNode({"name": "a field is missing"}), folder)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has not joined a run"):
         write_site(OneNode(run | {"manifest_hash": ""}), tmp_path / "new")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):
         write_site(there, tmp_path / "file" / "site")
+
+
+def test_web_server_may_read_the_site_whatever_the_umask(node: FakeNode, tmp_path: Path) -> None:
+    there: Any = OneNode(client(node, public=False, token=TOKEN).get("/api/v1/public").json())
+    before = os.umask(0o077)
+    try:
+        write_site(there, tmp_path / "site")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "site").stat().st_mode & 0o777 == 0o755
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "site").iterdir()} == {0o644}
+
+
+def test_table_of_credit_is_read_once_for_each_version_of_its_file(node: FakeNode) -> None:
+    folder = node.config.node.data_dir
+    first = read_credit(folder)
+    assert first is not None and read_credit(folder) is first
+    write_whole(folder / "credit.json", json.dumps({"evidence": {"round": 4}, "table": []}), forced=False)
+    assert read_credit(folder) == {"round": 4, "table": []}
 
 
 def test_numbers_and_ticks_are_round() -> None:

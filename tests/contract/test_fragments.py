@@ -36,7 +36,7 @@ def test_each_round_changes_one_fragment_only(swarm: Swarm) -> None:
         assert set(changed.tolist()) <= set(inside.tolist())
         momentum = state.momentum
         # A contribution counts the tokens since the fragment's last round, so each fragment counts every token.
-        assert state.tokens - before.tokens == sum(tokens for _, tokens in ordered) // FRAGMENTS
+        assert state.tokens - before.tokens == sum(tokens // FRAGMENTS for _, tokens in ordered)
 
 
 def test_a_round_transfers_only_its_fragment(swarm: Swarm) -> None:

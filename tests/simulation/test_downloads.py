@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from node.diloco.credit import Credit, table_of
 from node.diloco.outer import OuterState
 from node.errors import PeerError
 from node.status import Channel
@@ -44,7 +45,8 @@ class OneState:
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         t = self.tip
         is_asked = not name or t.digest.startswith(name) or t.head.startswith(name)
-        return Snapshot(t.round, t.head, t.state.tokens, t.digest, t.leaves, t.proof) if is_asked else None
+        root = t.state.credit.root
+        return Snapshot(t.round, t.head, t.state.tokens, t.digest, t.leaves, t.proof, root) if is_asked else None
 
     def leaf(self, digest: str, index: int) -> bytes:
         return leaf_of(self.tip.state, index)
@@ -56,7 +58,8 @@ class OneState:
 def false_state(world: World, round_: int, proof: Proof) -> Tip:
     """A state that no node has computed, with more tokens than any other, at the head of a proof."""
     parameters = world.nodes[0].genesis.state.anchor.numel()
-    state = OuterState(torch.full((parameters,), FALSE_VALUE), torch.zeros(parameters), round_, 2**50)
+    credit = table_of({world.nodes[0].peer_id: Credit(2**50, 1, 0, 0, 0)})
+    state = OuterState(torch.full((parameters,), FALSE_VALUE), torch.zeros(parameters), round_, 2**50, credit)
     return verified_tip(state, proof.outcome.hash, proof, world.rules, 0.0)
 
 
@@ -95,12 +98,13 @@ async def gone(_caller: str, _message: Message) -> Message:
     raise PeerError("this node has no state yet", code="gone")
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_node_does_not_take_the_invented_chain_of_two_members(is_new: bool) -> None:
+def test_a_node_does_not_take_the_invented_chain_of_two_members(is_new: bool, seed: int) -> None:
     """A joiner has no state. The other node was away, and for a while only the two members serve a state."""
     one = scenario(7, (6,), 0.1, 300.0, founders=4, min_peers=2)
     join_at_s = (*(0.0,) * 6, 100.0 if is_new else 0.0)
-    one = replace(one, step_s=(0.4,) * 7, joiners_download=is_new, join_at_s=join_at_s)
+    one = replace(one, seed=seed, step_s=(0.4,) * 7, joiners_download=is_new, join_at_s=join_at_s)
     late = list[int]()
 
     def prepare(world: World) -> None:

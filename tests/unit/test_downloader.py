@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from node.diloco.codec import make_codec
+from node.diloco.credit import EMPTY, Credit, table_of
 from node.diloco.digest import LEAF_ELEMENTS, leaf_hash, leaf_hashes, root_digest
 from node.diloco.outer import OuterOptimizer, OuterState, genesis
 from node.errors import PeerError, TransferFailed
@@ -45,7 +46,8 @@ RULES = Rules(RUN, LAYOUTS, ClosingRule("time", 2, 0.5), OuterRule(0.7, OuterOpt
 
 
 def random_state(round_: int = 4, parameters: int = P) -> OuterState:
-    return OuterState(torch.randn(parameters), torch.randn(parameters), round_, 5000)
+    credit = table_of({A.peer_id: Credit(5000, 1, round_, round_, round_)})
+    return OuterState(torch.randn(parameters), torch.randn(parameters), round_, 5000, credit)
 
 
 def tip_of(state: OuterState, proof: Proof | None) -> Tip:
@@ -188,6 +190,11 @@ def test_joiner_downloads_the_state_that_most_peers_serve() -> None:
     assert download([rare, common, common]).digest == common.digest
 
 
+def test_a_state_whose_tokens_have_no_credit_is_not_downloaded() -> None:
+    good, bad = proven_tip(3), tip_of(replace(random_state(), credit=EMPTY), committed(PARENT, 4))
+    assert download([bad, good]).digest == good.digest
+
+
 INVALID_FIELDS: list[dict[str, Any]] = [
     *({"round": value} for value in (5, "x", None)),
     *({"tokens": value} for value in (1, -1, 2**64 - 1)),
@@ -212,7 +219,7 @@ def test_a_description_of_a_state_with_invalid_blobs_is_ignored() -> None:
 def test_leaves_of_a_made_up_state_are_refused_although_their_hashes_match(data: bytes) -> None:
     good, bad = proven_tip(3), proven_tip(4)
     leaves = [leaf_hash(data)] * 2
-    false = replace(bad, leaves=leaves, digest=root_digest(4, bad.state.tokens, P, leaves))
+    false = replace(bad, leaves=leaves, digest=root_digest(4, bad.state.tokens, P, leaves, bad.state.credit.root))
     assert download([Source(false, data), good]).digest == good.digest
     with pytest.raises(TransferFailed, match="parts of the state"):
         download([Source(false, data)])

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from node.config.manifest import RunConfig
 from node.diloco.codec import BLOCK, Fp16
+from node.diloco.credit import Credit, table_of
 from node.diloco.digest import state_digest
 from node.diloco.outer import OuterState
 from node.reference import ReferenceMember, main, read_run, save
@@ -129,7 +130,8 @@ def test_reference_members_follow_the_algorithm_with_every_number_written_out(co
         momentum = momentum * 0.9 + mean
         anchor = anchor - (momentum * 0.9 + mean) * 0.7
         tokens, last_round_tokens = tokens + 2 * 96, 2 * 96
-    state = OuterState(anchor=anchor, momentum=momentum, round=ROUNDS - 1, tokens=tokens)
+    credit = table_of(dict.fromkeys(("a", "b"), Credit(96 * ROUNDS, ROUNDS, 0, 0, ROUNDS - 1)))
+    state = OuterState(anchor, momentum, ROUNDS - 1, tokens, credit)
     assert state_digest(state) == digests_in_process(corpus, ["b", "a"])[-1]
 
 

@@ -129,6 +129,7 @@ def test_status_text_says_at_first_that_reachability_is_not_tested_yet() -> None
 def test_dashboard_link_is_used_only_if_its_file_names_this_process(tmp_path: Path, address: object, link: str) -> None:
     write_address(tmp_path, address)
     assert dashboard_link(tmp_path, pid=7) == link
+    assert dashboard_link(tmp_path, pid=7, has_token=False) == link.partition("#")[0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 /** A word with an explanation, which appears while the pointer or the keyboard focus is on the word. */
 
 import { signal } from "@preact/signals";
-import { useId } from "preact/hooks";
+import { useEffect, useId } from "preact/hooks";
 import { EXPLANATIONS } from "../format/glossary";
 
 interface Tip {
@@ -20,6 +20,9 @@ function show(word: Element, text: string): void {
   const widest = document.documentElement.clientWidth - WIDTH_PX - MARGIN_PX;
   tip.value = { text, word, left: Math.max(MARGIN_PX, Math.min(box.left, widest)), top: box.bottom + 6 };
 }
+
+/** Moves the open explanation with its word. */
+const follow = () => tip.value && show(tip.value.word, tip.value.text);
 
 const hide = () => {
   tip.value = null;
@@ -56,6 +59,10 @@ export function Term({ word }: { word: string }) {
 /** The explanation that is open. It has one place in the page, so that no narrow box cuts it off. */
 export function OpenTip() {
   const open = tip.value;
+  useEffect(() => {
+    addEventListener("scroll", follow, { passive: true, capture: true });
+    return () => removeEventListener("scroll", follow, { capture: true });
+  }, []);
   if (!open) return null;
   return (
     <div class="tip" aria-hidden="true" style={{ left: `${open.left}px`, top: `${open.top}px` }}>
@@ -63,5 +70,3 @@ export function OpenTip() {
     </div>
   );
 }
-
-addEventListener("scroll", () => tip.value && show(tip.value.word, tip.value.text), { passive: true, capture: true });

@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from node.diloco.credit import EMPTY
 from node.diloco.digest import HASH_BYTES, root_digest, tree_slices
 from node.errors import PeerError
 from node.swarm.chain.chain import Tip
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 CALL_S = 5.0
 MAX_ASKED = 16  # Limit on the peers asked in one search, which are drawn at random
+MAX_HEADS = 4
+"""Peers are asked for the chains to this many heads at a time, the most common ones."""
 
 
 def vote_weights(tokens: Mapping[str, int], peers: Collection[str]) -> dict[str, int]:
@@ -177,24 +180,44 @@ class ProviderSearch:
     ) -> list[tuple[Link, ...]]:
         """The chains of several peers: this node's rounds and those after them, or else after the oldest of the states.
 
-        It asks one server of each state, and two other peers, because a server of a false state would lie here, too.
+        It asks one server of each state, and two peers at each of the most common heads. A hostile peer may send a
+        chain that does not lead to its head. So it asks more, until each head is on a chain or all peers were asked.
         """
-        asked = {self._rng.choice(sorted(state.servers)) for state in states}
-        asked.update(self._rng.sample(peers, min(2, len(peers))) if states else ())
         oldest_first = sorted((state.snapshot for state in states), key=lambda snapshot: snapshot.round)
         heads = target.heads or tuple(snapshot.head for snapshot in oldest_first)
-        calls = [asyncio.create_task(self._rounds_after(peer, heads)) for peer in sorted(asked)]
-        if not calls:
-            return []
+        chains, most = list[tuple[Link, ...]](), 2
+        others = {peer: record.head for peer in peers if (record := self._peer_table.find(peer)) is not None}
+        asked = {self._rng.choice(sorted(state.servers)) for state in states}
+        asked.update(self._at_common_heads(others, most) if states else ())
+        while asked:
+            found = await self._ask_chains(sorted(asked), heads, is_first=not chains)
+            chains += [continued(target.links, links) for links in found]
+            known = {head for links in chains if links for head in heads_of(links, links[-1].head)}
+            others = {peer: head for peer, head in others.items() if peer not in asked and head not in known}
+            most *= 2
+            asked = set(self._at_common_heads(others, most))
+        return chains
+
+    def _at_common_heads(self, others: Mapping[str, str], most: int) -> list[str]:
+        """For each of the MAX_HEADS most common heads, up to `most` of the peers that are there, at random."""
+        common = [head for head, _ in Counter(others.values()).most_common(MAX_HEADS)]
+        there = [[peer for peer, its_head in others.items() if its_head == head] for head in common]
+        return [peer for one in there for peer in self._rng.sample(one, min(most, len(one)))]
+
+    async def _ask_chains(
+        self, peers: Sequence[str], heads: Sequence[str], *, is_first: bool
+    ) -> list[tuple[Link, ...]]:
+        """The answers that come within CALL_S. Without any, `is_first` waits for one."""
+        calls = [asyncio.create_task(self._rounds_after(peer, heads)) for peer in peers]
         try:
             done, _ = await asyncio.wait(calls, timeout=CALL_S)
-            if not done:
+            if is_first and not done:
                 done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
-        return [continued(target.links, call.result()) for call in calls if call in done]
+        return [call.result() for call in calls if call in done]
 
     async def _rounds_after(self, peer: str, heads: Sequence[str]) -> tuple[Link, ...]:
         """The rounds of a peer's chain after the first of these heads that the peer knows; empty if it has none."""
@@ -313,6 +336,8 @@ def read_snapshot(reply: Message, target: Target) -> Snapshot:
         raise PeerError("a state has the wrong number of leaves", code="bad_size")
     if len(credit_root) != HASH_BYTES:
         raise PeerError("a state's table of credit has a root of the wrong size", code="bad_size")
+    if (credit_root == EMPTY.root) != (snapshot.tokens == 0):
+        raise PeerError("a state's table of credit is not that of its tokens")
     digest = root_digest(snapshot.round, snapshot.tokens, target.parameters, leaves, credit_root, target.moments)
     if digest != snapshot.digest:
         raise PeerError("a state's leaves do not have its digest")
