@@ -12,7 +12,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+PIP_SHOWN := $(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off
+# What `make run` needs, and all that tests and checks need beside it.
 SET_UP := $(VENV)/.set-up
+DEV_SET_UP := $(VENV)/.set-up-dev
+# auto: without CUDA if there is no NVIDIA GPU. cpu, cuda: as named. TORCH_INDEX_URL: another build (ROCm, XPU).
+TORCH ?= auto
+TORCH_INDEX_URL ?=
 
 NODE_FITS := const [major, minor] = process.versions.node.split("."); process.exit(major > 20 || (major == 20 && minor >= 19) ? 0 : 1)
 NODE_MODULES := dashboard/node_modules/.package-lock.json
@@ -26,23 +32,26 @@ N ?= 4
 JOBS ?= 4
 ARGS ?=
 
-# TARGET: cpu or cuda. IMAGE_ARGS go to the engine, for example --build-arg TORCH_INDEX_URL=... (docker/Dockerfile).
+# TARGET: cpu, cuda or rocm. IMAGE_ARGS go to the engine, for example --build-arg BASE_IMAGE=... (docker/Dockerfile).
 DOCKER ?= docker
 TARGET ?= cpu
 IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
 
-.PHONY: help run test test-all test-docker test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
+.PHONY: help run datasets test test-all test-docker test-pythons test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
 
 help:
 	@echo "make run                           start a node on the built-in run"
 	@echo "make run JOIN=INVITE NAME=second   start another node that joins a run"
+	@echo "make run TORCH=cuda                install torch with CUDA (or cpu) the first time"
+	@echo "make datasets                      install what runs on other text than the built-in one need"
 	@echo "make swarm N=4                     start N nodes here; Ctrl-C ends them"
 	@echo "make homes N=6                     start N nodes in home networks (root)"
 	@echo
 	@echo "make test                          run before each commit: five minutes"
 	@echo "make test-all                      all tests that need no GPU: what CI runs"
+	@echo "make test-pythons                  test on the other installed versions of Python"
 	@echo "make test-docker                   test image, compose and wheel (root; 30 min)"
 	@echo "make simulate                      run the swarm on virtual time: minutes"
 	@echo "make participation                 check on virtual time that every member takes part"
@@ -55,7 +64,7 @@ help:
 	@echo
 	@echo "make dashboard                     build the page into node/api/static"
 	@echo "make wheel                         build the package: dist/*.whl"
-	@echo "make image TARGET=cpu              build the container image: cpu or cuda"
+	@echo "make image TARGET=cpu              build the container image: cpu, cuda or rocm"
 	@echo "make sbom                          list the contents of the image, with licences"
 	@echo "make lock                          rewrite requirements.lock"
 	@echo "make clean                         remove everything that was built"
@@ -64,10 +73,21 @@ $(SET_UP): requirements.lock pyproject.toml
 	@[[ -n "$(PYTHON)" ]] || { echo "diloco-node needs Python 3.11, 3.12 or 3.13, with its venv module." >&2; exit 2; }
 	@echo "Step 1 of 2: installing the Python packages into $(VENV) (once; some minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off -r requirements.lock \
-		| .ci/progress $$(grep -c == requirements.lock)
-	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@index=$$(TORCH="$(TORCH)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .ci/torch $(BIN)/python); \
+		if [[ -n "$$index" ]]; then \
+			$(PIP_SHOWN) --no-deps --index-url "$$index" $$(grep ^torch== requirements.lock) | .ci/progress; \
+		fi
+	@$(PIP_SHOWN) --constraint requirements.lock --editable . | .ci/progress
 	@touch $@
+
+$(DEV_SET_UP): $(SET_UP)
+	@echo "Installing what tests and checks need as well, about 0.2 GB"
+	@$(PIP_SHOWN) -r requirements.lock | .ci/progress $$(grep -c == requirements.lock)
+	@touch $@
+
+# Only for runs on text of the hub or in files.
+datasets: $(SET_UP)
+	@$(PIP_SHOWN) --constraint requirements.lock datasets | .ci/progress
 
 $(NODE_MODULES): dashboard/package-lock.json
 	@{ node -e '$(NODE_FITS)' && npm --version; } >/dev/null 2>&1 || \
@@ -91,27 +111,31 @@ test: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
 
+# The quick tests on each other supported version of Python that is installed.
+test-pythons: $(DEV_SET_UP)
+	@JOBS=$(JOBS) .ci/other-pythons
+
 test-all: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
 	@$(BIN)/python -m pytest -n $(JOBS) $(addprefix --ignore=,$(ALONE)) || .ci/again $$?
 	@$(BIN)/python -m pytest $(ALONE) || .ci/again $$?
 
-lint: $(SET_UP) $(NODE_MODULES)
+lint: $(DEV_SET_UP) $(NODE_MODULES)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "Not formatted: run $(BIN)/ruff format ." >&2; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@cd dashboard && npm run --silent check
 
-swarm: $(SET_UP) $(DASHBOARD)
+swarm: $(DEV_SET_UP) $(DASHBOARD)
 	@exec $(BIN)/python tests/swarm/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
 
 # ARGS go to tests.homes: --kinds published,cone,symmetric --lines 100/20,2/2
-homes: $(SET_UP) $(DASHBOARD)
+homes: $(DEV_SET_UP) $(DASHBOARD)
 	@exec $(BIN)/python -m tests.homes --homes $(N) $(ARGS)
 
 # The commit goes into the wheel as a file, because an installed package has no git.
-wheel: $(SET_UP) $(DASHBOARD)
+wheel: $(DEV_SET_UP) $(DASHBOARD)
 	@rm -rf build dist/*.whl
 	@echo "$(REVISION)" > node/revision.txt
 	@trap 'rm -f node/revision.txt' EXIT; $(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
@@ -134,41 +158,41 @@ sbom:
 	@wc -l dist/sbom-$(TARGET).tsv
 
 # ARGS="-m ''" covers the slow tests as well.
-coverage: $(SET_UP) $(DASHBOARD)
+coverage: $(DEV_SET_UP) $(DASHBOARD)
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS) --cov --cov-report=term --cov-report=html
 
 # A fixed number of seeds. ARGS="--seeds 100000 --first 5000" for a night, ARGS="--seed 57" replays one.
-simulate: $(SET_UP)
+simulate: $(DEV_SET_UP)
 	@$(BIN)/python -m tests.simulation --jobs $(JOBS) $(ARGS)
 
 # Members of all speeds and lines. ARGS as above; a thousand seeds take a quarter of an hour of CPU.
-participation: $(SET_UP)
+participation: $(DEV_SET_UP)
 	@$(BIN)/python -m tests.simulation.participation --jobs $(JOBS) $(ARGS)
 
 # Each mutant of the protocol until a seed finds it. ARGS="--only NAME" runs one, ARGS="--seeds 1000" gives up earlier.
-mutants: $(SET_UP)
+mutants: $(DEV_SET_UP)
 	@$(BIN)/python -m tests.simulation.mutants --jobs $(JOBS) $(ARGS)
 
 # OTHER is an older checkout, whose nodes take part in one run with this one's.
-test-upgrade: $(SET_UP) $(DASHBOARD)
+test-upgrade: $(DEV_SET_UP) $(DASHBOARD)
 	@DILOCO_TEST_OTHER=$(OTHER) $(BIN)/python -m pytest tests/swarm/test_upgrade.py
 
-test-docker: $(SET_UP) $(DASHBOARD)
+test-docker: $(DEV_SET_UP) $(DASHBOARD)
 	@DILOCO_TEST_DOCKER=1 $(BIN)/python -m pytest tests/docker --timeout 900
 
-bench: $(SET_UP)
+bench: $(DEV_SET_UP)
 	@exec $(BIN)/python -m tests.benchmarks $(ARGS)
 
 # ARGS go to tests.benchmarks.sync.
-bench-sync: $(SET_UP)
+bench-sync: $(DEV_SET_UP)
 	@for what in "sync $(ARGS)" link_drop codecs report; do $(BIN)/python -m tests.benchmarks.$$what; done
 
 # ARGS are chapters, or options of tests.benchmarks.book. Finished parts are kept, so it can be stopped at any time.
-book: $(SET_UP)
+book: $(DEV_SET_UP)
 	@exec $(BIN)/python -m tests.benchmarks.book $(ARGS)
 
 # ARGS go to tests.swarm.storm: --nodes 8 --minutes 20 --fault-every 15 --seed 1. All three parts run even if one fails.
-storm: $(SET_UP)
+storm: $(DEV_SET_UP)
 	@failed=0; for what in "tests.swarm.storm $(ARGS)" tests.contract.matrix tests.swarm.matrix; do \
 		$(BIN)/python -m $$what || failed=$$?; [[ $$failed != 130 ]] || break; done; exit $$failed
 
@@ -180,5 +204,5 @@ lock:
 	@rm -rf .venv-lock
 
 clean:
-	@rm -rf $(VENV) .venv-lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage* htmlcov
+	@rm -rf $(VENV) .venv-lock .venv-3.* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage* htmlcov
 	@rm -rf dashboard/node_modules node/api/static

@@ -67,6 +67,13 @@ Examples:
   diloco-node export my-model --gguf   # and model-f16.gguf
   diloco-node verify my-model          # is it whole, and the state that it says?
 """
+SERVICE_EXAMPLES = """\
+Examples:
+  diloco-node install-service --join diloco1-... --dry-run        # what it would write and run
+  diloco-node install-service --join diloco1-...                  # a service of yours
+  sudo /opt/diloco/bin/diloco-node install-service --join diloco1-... --limits.upload_mbit_s 10
+  diloco-node install-service --remove
+"""
 SERVE_EXAMPLES = """\
 Examples:
   diloco-node serve --data-dir .data/first
@@ -236,8 +243,29 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
     add("leave", _act, "stop now, cleanly")
     add("invite", _invite, "print the invite of this node's run")
     add("config", _config, "print every configuration key with its value and source, as the running node uses it")
+    _add_service(add)
+    _add_update(add)
     command = add("completion", _completion, "print a script that completes commands and settings in your shell")
     command.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
+
+
+def _add_service(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    about = "run the node as a service of systemd or launchd, with the settings given here"
+    command = add("install-service", _install_service, about)
+    command.epilog = f"{SERVICE_EXAMPLES}\n{EPILOG}"
+    scope = command.add_mutually_exclusive_group()
+    scope.add_argument("--system", action="store_true", help="for the whole machine (default for root)")
+    scope.add_argument("--user", action="store_true", help="for this user (default for others)")
+    command.add_argument("--join", metavar="INVITE", help="invite of the run")
+    command.add_argument("--name", metavar="NAME", help="name of this node, shown to the other members")
+    command.add_argument("--dry-run", action="store_true", help="print files and commands, and change nothing")
+    command.add_argument("--remove", action="store_true", help="end the service and remove its files, not its data")
+
+
+def _add_update(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    command = add("update", _update, "check a signed release file, and install its version only with --install")
+    command.add_argument("--from", dest="source", metavar="RELEASE", help="URL or path of another release file")
+    command.add_argument("--install", action="store_true", help="install the new version into this environment")
 
 
 def _add_bootstrap(command: Parser) -> None:
@@ -458,6 +486,57 @@ def _completion(call: Call) -> int:
     from node.commands.completion import completion
 
     print(completion(call.args.shell, _make_parser()[1], known_keys()), end="")
+    return 0
+
+
+def _install_service(call: Call) -> int:
+    from node.commands import service
+    from node.config.loader import settings_as_variables
+
+    args, place = call.args, service.this_place()
+    is_system = args.system or (place.user_id == 0 and not args.user)
+    variables = settings_as_variables(call.loaded)
+    data_dir = variables.pop("DILOCO_NODE__DATA_DIR", None)
+    if args.join is not None:
+        from node.config.manifest import parse_invite
+
+        parse_invite(args.join)
+        variables["DILOCO_JOIN"] = args.join
+    plan = service.plan_service(
+        place,
+        "system" if is_system else "user",
+        data_dir=Path(data_dir) if data_dir is not None else None,
+        settings=variables,
+        config=args.config.resolve() if args.config is not None else None,
+    )
+    if args.dry_run:
+        print(service.describe(plan, is_removal=args.remove))
+    elif args.remove:
+        service.remove(plan, service.run_command)
+        print(f"The service is removed. The data folder {plan.data_dir} stays.")
+    else:
+        service.install(plan, service.run_command)
+        print(f"The service runs, and starts with this machine. See what it does: {plan.hint}")
+    return 0
+
+
+def _update(call: Call) -> int:
+    from datetime import UTC, datetime
+
+    from node.commands import update
+
+    source = update.ReleaseSource.of_this_program(call.args.source)
+    found = update.check(source, __version__, datetime.now(UTC))
+    print(found)
+    if not found.is_newer:
+        return 0
+    if not call.args.install:
+        print("Nothing is installed. `diloco-node update --install` installs it.")
+        return 0
+    update.install(source, found.release, update.pip)
+    print(
+        f"Version {found.release.version} is installed. Restart the node: a running one goes on with the old version."
+    )
     return 0
 
 

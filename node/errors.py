@@ -4,7 +4,8 @@
     ├── UsageError             2  wrong flags, configuration, invite, data folder or host name of the API
     │   ├── ConfigError
     │   ├── InviteError
-    │   └── DataFolderError
+    │   ├── DataFolderError
+    │   └── ReleaseError          a release file that is forged, old, expired or not one
     ├── MachineError           3  this machine lacks something: memory, GPU, disk, a free port
     │   └── QuotaError            limits.disk_gb leaves no room, so nothing was written
     ├── RefusedError           4  the swarm refused this node
@@ -52,6 +53,10 @@ class InviteError(UsageError):
 
 class DataFolderError(UsageError):
     code = "data_folder"
+
+
+class ReleaseError(UsageError):
+    code = "bad_release"
 
 
 class MachineError(NodeError):

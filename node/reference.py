@@ -220,7 +220,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial parameters")
     parser.add_argument("--initial", type=Path, help="safetensors file with the initial parameters as `anchor`")
     parser.add_argument("--out", type=Path, help="safetensors file for the final outer state")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"))
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=int, default=0, help="number of compute threads; 0 means torch's default")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="longest wait for the other processes")
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, local_rank)
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
@@ -263,9 +263,9 @@ def main(arguments: Sequence[str]) -> int:
                 f"{world_size} processes need {world_size} different --stream-ids, not {options.stream_ids}."
             )
         if "WORLD_SIZE" in os.environ:
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            backend = dist.get_default_backend_for_device(device)
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(local_rank)
             dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout_s))
         train(options, rank, device)
     except NodeError as exc:

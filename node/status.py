@@ -129,6 +129,8 @@ class NodeInfo(Value):
     data_dir: str = ""
     mode: Literal["train", "relay"] = "train"
     """A relay does not train."""
+    memory_limit_bytes: int | None = None
+    """The memory limit that a container or service sets, read when the supervisor started; None without a limit."""
     started_at: str = ""
     """When the supervisor started."""
 
@@ -323,7 +325,7 @@ class DepartedPeer(Value):
 
 class DeviceInfo(Value):
     kind: str
-    """`cpu` or `cuda`."""
+    """`cpu`, `cuda`, `rocm`, `mps` or `xpu`."""
     name: str
     utilization_ratio: float | None = None
     memory_used_bytes: int | None = None

@@ -17,6 +17,13 @@ from tests.swarm import fork_server
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+LIMITED_DEVICE = os.environ.get("DILOCO_TEST_DEVICE") == "limited"
+"""Whether all tests compute on a fake device without bf16, NVML and fused AdamW (`tests/limited_device.py`)."""
+if LIMITED_DEVICE:
+    from tests.limited_device import replace_cpu
+
+    replace_cpu()  # Before the servers fork that start the nodes of tests.
+
 
 @pytest.fixture(autouse=True)
 def no_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

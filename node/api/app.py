@@ -29,7 +29,7 @@ def build_app(context: ApiContext, *, hosts: Iterable[str] = ()) -> ASGIApp:
     _add_openapi_document(api)
     add_error_handlers(api)
     config = context.config.api
-    names = [*hosts, *config.allowed_hosts]
+    names = [*hosts, *config.host_names]
     return Guard(api, context.keys, hosts=names, metrics_public=config.metrics_public, page_public=config.public)
 
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from node.api.node_interface import Space, View
+from node.api.node_interface import ProcessUsage, Space, View
 from node.status import (
     FAILURE_REASONS,
     REACHABILITIES,
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 STEP_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 SYNC_BUCKETS_S = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 STAGES = tuple(stage.value for stage in Stage)
+NO_RUN = "no run yet"
+"""The run of a node that does not know its manifest."""
 UNSETTLED = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
 """A worker in these phases may not have read its checkpoint yet."""
 
@@ -134,12 +136,21 @@ class Totals:
 class Metrics(Collector):
     """All metrics on `/metrics`."""
 
-    def __init__(self, build: Build, view: Callable[[], View], *, space: Callable[[], Space], known: Counters) -> None:
-        """`view` and `space` are called at each scrape and must not wait. `known` are the counters from before this
-        process."""
+    def __init__(
+        self,
+        build: Build,
+        view: Callable[[], View],
+        *,
+        space: Callable[[], Space],
+        known: Counters,
+        processes: Callable[[], ProcessUsage] = ProcessUsage,
+    ) -> None:
+        """`view`, `space` and `processes` are called at each scrape and must not wait. `known` are the counters from
+        before this process."""
         self._build = build
         self._view = view
-        self._space = space
+        self._space, self._processes = space, processes
+        self._restarts = 0
         self._totals = Totals(known)
         self._last_sync_at_s = known.last_sync_at_s
         self._step = Histogram(
@@ -156,6 +167,10 @@ class Metrics(Collector):
     def worker_started(self) -> None:
         """Note that the next reports come from a new worker."""
         self._totals.worker_started()
+
+    def worker_crashed(self) -> None:
+        """Note that a worker has ended although nobody asked it to."""
+        self._restarts += 1
 
     def update(self, report: Report) -> None:
         self._totals.update(report.counters, settled=report.state.phase not in UNSETTLED)
@@ -184,6 +199,13 @@ class Metrics(Collector):
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
+    def _process_metrics(self) -> Iterator[Metric]:
+        usage = self._processes()
+        text = "Resident memory of the node's processes."
+        yield _labelled_gauge("process_memory_bytes", text, "process", usage.memory_bytes)
+        text = "Processor time of the node's processes."
+        yield _counter("process_cpu_seconds", text, usage.cpu_seconds, "process")
+
     def collect(self) -> Iterator[Metric]:
         view, space, build = self._view(), self._space(), self._build
         info = GaugeMetricFamily(
@@ -199,18 +221,34 @@ class Metrics(Collector):
                 spec.name, spec.text, {value: totals[(spec.name, value)] for value in spec.values}, spec.label
             )
         yield _counter("log_messages", "Log records by level.", view.log_counts, "level")
+        text = "Workers that crashed or were killed because they hung, since the supervisor started."
+        yield _counter("worker_restarts", text, {"": float(self._restarts)}, "")
+        yield from self._process_metrics()
         for histogram in (self._step, self._sync, self._blocked):
             for family in histogram.collect():
                 # The library adds `_created` series that are not part of our interface.
                 family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
                 yield family
         yield from _node_gauges(view)
+        yield from _run_info(view)
         yield from _swarm_gauges(view)
         yield _gauge("last_sync_timestamp_seconds", "Unix time of the last commit; 0 before one.", self._last_sync_at_s)
         yield from _gpu_metrics(view)
         yield _labelled_gauge("disk_used_bytes", "Bytes in the data folder.", "kind", space.used_bytes)
         yield _gauge("disk_free_bytes", "Bytes that the node may use on the data folder's disk.", space.free_bytes)
         yield _gauge("disk_size_bytes", "Size of the data folder's disk.", space.size_bytes)
+
+
+def _run_info(view: View) -> Iterator[Metric]:
+    """The run of this node. There is always one series, so that dashboards find nodes without a run as well.
+
+    The label has the beginning of the hash as well, because anybody may choose any name.
+    """
+    run = view.status.run
+    info = GaugeMetricFamily("diloco_run_info", "The run of this node, by name and hash; always 1.", labels=("run",))
+    name = f"{run.name} ({run.manifest_hash[:8]})" if run.manifest_hash else NO_RUN
+    info.add_metric((name.strip(),), 1.0)
+    yield info
 
 
 def _node_gauges(view: View) -> Iterator[Metric]:
@@ -245,7 +283,7 @@ def _swarm_gauges(view: View) -> Iterator[Metric]:
 
 def _gpu_metrics(view: View) -> Iterator[Metric]:
     """Series exist only for the GPUs present and the values they report."""
-    gpus = [device for device in view.status.devices if device.kind == "cuda"]
+    gpus = [device for device in view.status.devices if device.kind != "cpu"]
 
     def by_gpu(values: list[float | None]) -> dict[str, float]:
         return {str(index): value for index, value in enumerate(values) if value is not None}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
@@ -99,6 +99,20 @@ class Space:
     free_bytes: int = 0
     """Bytes of the disk that this user can still write."""
     size_bytes: int = 0
+
+
+PROCESS_KINDS = ("supervisor", "worker", "rank", "p2pd", "other")
+"""Kinds of the node's processes. `rank` is a rank other than the worker, `other` such as a sink of the curves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """What the node's processes use, by kind of process."""
+
+    memory_bytes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(PROCESS_KINDS, 0))
+    """Resident memory. Processes share some of it, such as libraries."""
+    cpu_seconds: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PROCESS_KINDS, 0.0))
+    """Processor time since this supervisor started, with that of processes that have ended."""
 
 
 @dataclass(frozen=True, slots=True)

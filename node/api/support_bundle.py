@@ -13,7 +13,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from node.api.metrics import Build
 from node.api.node_interface import View
 from node.api.redaction import ADDRESS, HIDDEN, Redactor, hide_secrets
 from node.config.schema import Config
+from node.host.cgroup import memory_limit, quota_cores
 from node.multiaddress import parse
 
 PART_BYTES_MAX = 2_000_000
@@ -65,6 +66,7 @@ def _parts(source: BundleSource) -> Iterator[tuple[str, str]]:
     view, config, data_dir = source.view, source.config.model_dump(mode="json"), source.config.node.data_dir
     for section, key in (("swarm", "bootstrap"), ("swarm", "announce"), ("swarm", "listen"), ("api", "allowed_hosts")):
         config[section][key] = f"({len(config[section][key])} entries)"
+    config["api"]["public_url"] = HIDDEN if config["api"]["public_url"] else ""
     config["notify"] = {key: HIDDEN if value else value for key, value in config["notify"].items()}
     yield "README.txt", README
     yield "status.json", view.status.model_dump_json(indent=1)
@@ -104,7 +106,7 @@ def _versions(build: Build) -> dict[str, str]:
 
 
 def _machine(data_dir: Path) -> dict[str, Any]:
-    memory, cgroup = psutil.virtual_memory(), Path("/sys/fs/cgroup")
+    memory, limit = psutil.virtual_memory(), memory_limit()
     disk = shutil.disk_usage(data_dir) if data_dir.exists() else None
     return {
         "system": platform.platform(),
@@ -115,20 +117,14 @@ def _machine(data_dir: Path) -> dict[str, Any]:
         "memory_bytes": memory.total,
         "memory_available_bytes": memory.available,
         "swap_used_bytes": psutil.swap_memory().used,
-        "cgroup": {name: _read(cgroup / name) for name in ("cpu.max", "memory.max", "memory.current")},
+        "memory_limit": asdict(limit) if limit is not None else None,
+        "cores_quota": quota_cores(),
         "disk_free_bytes": disk.free if disk else None,
         "disk_size_bytes": disk.total if disk else None,
         "in_container": Path("/.dockerenv").exists(),
         # Pairs, because the redactor takes `"api-token": 44` for a secret with its value.
         "files": [(file.name, file.stat().st_size) for file in sorted(data_dir.glob("*")) if file.is_file()],
     }
-
-
-def _read(file: Path) -> str | None:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return None
 
 
 def _tail(file: Path) -> str:
@@ -142,7 +138,7 @@ def _tail(file: Path) -> str:
 
 def _configured_hosts(config: Config) -> Iterator[tuple[str, str]]:
     """Yield host names to hide. Names without a dot may be common words and are hidden only before a port."""
-    for name in config.api.allowed_hosts:
+    for name in config.api.host_names:
         if "." in name:
             yield name, ADDRESS
     for address in map(parse, (*config.swarm.announce, *config.swarm.bootstrap)):

@@ -26,6 +26,8 @@ class ApiAddress:
     """PEM; empty without TLS."""
     pid: int | None
     """Process of the node that wrote the address."""
+    public_url: str = ""
+    """The page's address for browsers, if it differs."""
 
 
 def read_address(data_dir: Path) -> ApiAddress:
@@ -34,7 +36,10 @@ def read_address(data_dir: Path) -> ApiAddress:
     token = (data_dir / "api-token").read_text(encoding="utf-8").strip()
     if not isinstance(stored, dict) or "url" not in stored:
         raise ValueError("api.json holds no address")
-    return ApiAddress(str(stored["url"]).rstrip("/"), token, str(stored.get("certificate", "")), stored.get("pid"))
+    public_url = str(stored.get("public_url", ""))
+    return ApiAddress(
+        str(stored["url"]).rstrip("/"), token, str(stored.get("certificate", "")), stored.get("pid"), public_url
+    )
 
 
 class Client:

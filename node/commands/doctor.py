@@ -27,6 +27,7 @@ from node.diloco.codec import make_codec
 from node.diloco.forecast import required_link_mbit_s, round_bytes, transfer_seconds, utilization
 from node.diloco.outer import pseudo_gradient
 from node.errors import MachineError, UsageError
+from node.host.cgroup import memory_limit, quota_cores
 from node.host.ports import API_PORT_FILE, LISTEN_PORT_FILE, PortFile, choose
 from node.multiaddress import parse
 from node.training.algorithm import payload_bytes
@@ -89,6 +90,7 @@ def run_checks(setup: NodeSetup) -> Iterator[Finding]:
     """Yield each finding as soon as it is known; the last ones take some seconds of computing."""
     yield _check_packages()
     yield _check_clock()
+    yield from _check_container()
     yield from _check_schedule(setup.config)
     yield check_rounds(setup.run, setup.members)
     yield from _check_ports(setup)
@@ -150,6 +152,16 @@ def _check_clock() -> Finding:
     if result < 0 or timex.status & STA_UNSYNC:
         return Finding("warn", "clock", "The clock is not synchronized: turn on NTP, as peers accept at most 3 s.")
     return Finding("ok", "clock", "Synchronized.")
+
+
+def _check_container() -> Iterator[Finding]:
+    """Name the limits of the container or service, which psutil and torch do not see."""
+    limit, cores = memory_limit(), quota_cores()
+    if limit is not None:
+        text = f"Its container or service limits memory to {limit}, of which {limit.free_bytes / 1e9:.3g} GB are free."
+        yield Finding("ok", "container", text)
+    if cores is not None:
+        yield Finding("ok", "container", f"Its container or service limits the processor to {cores} cores.")
 
 
 def _check_schedule(config: Config) -> Iterator[Finding]:

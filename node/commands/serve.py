@@ -77,7 +77,7 @@ async def _serve(
         log.warning("Other machines can reach this server without TLS: others on the network path can read the token.")
     newest = NewestModel(config, model)
     generations = Generations(options.requests, lambda: prepare_thread(config))
-    hosts = [options.host, sock.getsockname()[0], *config.api.allowed_hosts]
+    hosts = [options.host, sock.getsockname()[0], *config.api.host_names]
     app = build_openai_app(lambda: newest.model, generations, keys, tokens_max=options.max_tokens, hosts=hosts)
     server = make_server(app, tls)
     for number in (signal.SIGINT, signal.SIGTERM):

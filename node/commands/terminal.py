@@ -95,7 +95,8 @@ def dashboard_link(data_dir: Path, *, pid: int | None, has_token: bool = True) -
     is_known = pid is None or address.pid in (pid, None)
     if not is_known:
         return ""
-    return f"{address.url}/#token={address.token}" if has_token else f"{address.url}/"
+    url = address.public_url or address.url
+    return f"{url}/#token={address.token}" if has_token else f"{url}/"
 
 
 def render(status: Status) -> Table:
@@ -151,6 +152,8 @@ def describe(status: Status, link: str = "") -> str:
         ("given", f"{contribution.tokens_total:,} tokens, {joined}"),
         ("merged", f"{contribution.tokens_merged:,} tokens, {contribution.tokens_discarded:,} discarded"),
     ]
+    if status.node.memory_limit_bytes is not None:
+        rows.append(("memory", f"at most {status.node.memory_limit_bytes / 1e9:.3g} GB: its container's limit"))
     if status.month.month:
         rows.append(("month", _month_line(status.month)))
     if status.reachability_reason:

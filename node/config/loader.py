@@ -93,6 +93,26 @@ def load(*, file: Path | None, environ: Mapping[str, str], flags: Sequence[str])
     return Loaded(config, preset, origins)
 
 
+def settings_as_variables(loaded: Loaded) -> dict[str, str]:
+    """Return the settings that flags and environment have given, as environment variables with the same meaning."""
+    variables = {}
+    for key, origin in loaded.origins.items():
+        if origin.startswith(("flag ", "environment variable ")):
+            variables[f"{ENV_PREFIX}{key.replace('.', '__').upper()}"] = _as_text(loaded.value_of(key))
+    return variables
+
+
+def _as_text(value: Any) -> str:
+    """Write a value as flags and environment give it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        if value and isinstance(value[0], BaseModel):
+            return json.dumps([item.model_dump(mode="json") for item in value])
+        return ",".join(map(str, value)) or "[]"
+    return str(value)
+
+
 def value_of(config: Config, key: str) -> Any:
     """The value of a dotted key other than `run.preset`."""
     value: Any = config

@@ -55,8 +55,9 @@ class NodeConfig(Section):
 class DevicesConfig(Section):
     """The devices that the node computes on."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` means the first GPU, or the CPU if there is none."""
+    device: Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps"] = "auto"
+    """`auto` means the first GPU, or the CPU if there is none. `cuda` is NVIDIA, `rocm` AMD, `xpu` Intel and `mps`
+    Apple; each needs the build of torch for it."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the inner step's matrix products. `auto` means bf16 on GPUs that support it, fp16 on other GPUs, and
     fp32 on a CPU."""
@@ -149,6 +150,26 @@ class SwarmConfig(Section):
         return self
 
 
+def _check_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # Raises for a port that is no number.
+    except ValueError as exc:
+        raise ValueError(f"it is no URL ({exc}): write one that begins with http:// or https://") from exc
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url):
+        raise ValueError("write a URL that begins with http:// or https://")
+    if parts.username is not None:
+        raise ValueError("a URL with a user name is not supported: put the key into its path or query")
+    return url
+
+
+def _public_url(url: str) -> str:
+    parts = urlsplit(_check_url(url))
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise ValueError("the page is at the root: write only scheme, host and port, such as http://nas.local:8080")
+    return url.rstrip("/")
+
+
 class ApiConfig(Section):
     """The HTTP port."""
 
@@ -158,6 +179,9 @@ class ApiConfig(Section):
     """Port to bind; 0 means any free port."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the API answers to besides localhost, loopback addresses and the bound address."""
+    public_url: Annotated[str, AfterValidator(_public_url)] = ""
+    """Address of the page for browsers, such as http://nas.local:8081, if it differs from the bound one: a published
+    port of a container, or a proxy. The printed link has it, and the API answers to its host name."""
     public: bool = False
     """Serve a read-only page about the run at /public/ to everybody who reaches the port, without a token. It names no
     machine and no address, but its invite contains the addresses of some members."""
@@ -167,6 +191,12 @@ class ApiConfig(Section):
     """PEM file with the certificate and its intermediate ones. With it and `tls_key`, the API speaks only HTTPS."""
     tls_key: str = ""
     """PEM file with the certificate's key, without a password."""
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """All host names that are allowed by name."""
+        public = urlsplit(self.public_url).hostname
+        return (*self.allowed_hosts, *((public,) if public else ()))
 
     @model_validator(mode="after")
     def _certificate_has_key(self) -> ApiConfig:
@@ -242,19 +272,6 @@ class CheckpointConfig(Section):
     every_s: float = Field(300.0, gt=0, le=604_800)
     """Time between two checkpoints, also within a round. It is at least 20 times as long as writing a checkpoint takes.
     A crash loses the inner steps since the newest checkpoint, but no round."""
-
-
-def _check_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # Raises for a port that is no number.
-    except ValueError as exc:
-        raise ValueError(f"it is no URL ({exc}): write one that begins with http:// or https://") from exc
-    if url and (parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url):
-        raise ValueError("write a URL that begins with http:// or https://")
-    if parts.username is not None:
-        raise ValueError("a URL with a user name is not supported: put the key into its path or query")
-    return url
 
 
 def _check_command(command: str) -> str:

@@ -42,6 +42,7 @@ from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
 from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
+from node.host.cgroup import memory_limit
 from node.host.cores import usable_cores
 from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice
@@ -169,8 +170,14 @@ def _make_state(
     version: str,
     on_status: Callable[[Status], None] | None,
 ) -> NodeState:
+    limit = memory_limit()
     node = NodeInfo(
-        name=config.node.name, version=version, data_dir=str(directory.path), mode=mode, started_at=utc_now()
+        name=config.node.name,
+        version=version,
+        data_dir=str(directory.path),
+        mode=mode,
+        memory_limit_bytes=limit.limit_bytes if limit is not None else None,
+        started_at=utc_now(),
     )
     state = NodeState(
         node,
@@ -204,7 +211,7 @@ def _publish_address(
     api: ApiConfig, directory: DataDirectory, state: NodeState, sock: socket.socket, tls: Tls | None
 ) -> None:
     url, port = url_of(sock, tls=tls is not None), sock.getsockname()[1]
-    directory.write_address(url, tls.certificate if tls else "")
+    directory.write_address(url, tls.certificate if tls else "", api.public_url)
     state.set_notice(NO_TLS, no_tls_notice(api))
     logger.info("The API listens on %s.", url)
     if api.port not in (0, port):
@@ -225,7 +232,8 @@ async def _run_until_end(
 
     A background task that fails ends the node, because no node may run without its watchdog.
     """
-    tasks = [asyncio.create_task(one) for one in (*background, supervisor.store_counters(), notifier.run())]
+    own = (supervisor.store_counters(), supervisor.processes.watch(), notifier.run())
+    tasks = [asyncio.create_task(one) for one in (*background, *own)]
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     running = asyncio.create_task(supervisor.run())
     loop = asyncio.get_running_loop()

@@ -109,9 +109,14 @@ class DataDirectory:
         """Call `callback` with a sentence when an owner's request cannot be stored, and with "" when one was stored."""
         self._on_problem = callback
 
-    def write_address(self, url: str, certificate: str = "") -> None:
-        """Write the API's address and certificate (PEM) to `api.json`, where the other commands find them."""
-        address = {"url": url, "pid": os.getpid()} | ({"certificate": certificate} if certificate else {})
+    def write_address(self, url: str, certificate: str = "", public_url: str = "") -> None:
+        """Write the API's address and certificate (PEM) to `api.json`, where the other commands find them.
+
+        `public_url` is the page's address for browsers, if it differs.
+        """
+        address: dict[str, object] = {"url": url, "pid": os.getpid()}
+        address |= {"certificate": certificate} if certificate else {}
+        address |= {"public_url": public_url} if public_url else {}
         write_whole(self.path / "api.json", json.dumps(address) + "\n")
 
     def load_owner_request(self) -> OwnerRequest | None:

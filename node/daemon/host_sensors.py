@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-LOGIND_TIMEOUT_S = 5.0
+COMMAND_TIMEOUT_S = 5.0
 CONTAINER_MARKERS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 
 
@@ -30,6 +32,11 @@ def idle_seconds(now_s: float | None = None) -> tuple[float | None, str]:
     now_s = time.time() if now_s is None else now_s
     if is_container():
         return None, "a container does not see who uses its machine"
+    if is_wsl():
+        return None, "WSL2 does not see who uses Windows"
+    if platform.system() == "Darwin":
+        idle_s = _mac_idle_s()
+        return idle_s, "ioreg" if idle_s is not None else "ioreg does not tell it"
     if (idle_s := _logind_idle_s(now_s)) is not None:
         return idle_s, "logind"
     if (idle_s := _terminals_idle_s(now_s)) is not None:
@@ -54,12 +61,35 @@ def is_container() -> bool:
     return any(marker.exists() for marker in CONTAINER_MARKERS)
 
 
+def is_wsl() -> bool:
+    """Whether this is Linux inside Windows (WSL2)."""
+    return "microsoft" in platform.release().lower()
+
+
+def _mac_idle_s() -> float | None:
+    """Return the seconds since the last input on macOS, or None if unknown."""
+    try:
+        done = subprocess.run(
+            ["/usr/sbin/ioreg", "-c", "IOHIDSystem", "-d", "4"],
+            capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_hid_idle(done.stdout)
+
+
+def parse_hid_idle(properties: str) -> float | None:
+    """Return the idle seconds from ioreg's output. `HIDIdleTime` is in nanoseconds."""
+    found = re.search(r'"HIDIdleTime" = (\d+)', properties)
+    return int(found[1]) / 1e9 if found is not None else None
+
+
 def _logind_idle_s(now_s: float) -> float | None:
     """Return the idle time over all sessions, which `loginctl show-session` describes if none is named."""
     try:
         done = subprocess.run(
             ["loginctl", "show-session", "-p", "IdleHint", "-p", "IdleSinceHint"],
-            capture_output=True, text=True, timeout=LOGIND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None

@@ -89,10 +89,11 @@ def _refuse_password() -> str:
 def no_tls_notice(api: ApiConfig) -> Notice | None:
     """Return a notice if other machines can open the page without encryption, else None.
 
-    A node that is bound to all addresses, as in a container, answers only to loopback and `api.allowed_hosts`.
+    A node that is bound to all addresses, as in a container, answers only to loopback and the names that are allowed.
+    A public URL with https means that a proxy encrypts.
     """
-    names = [name for name in (api.host, *api.allowed_hosts) if not _is_loopback(name) and name not in WILDCARDS]
-    if api.tls_cert or _is_loopback(api.host) or not names:
+    names = [name for name in (api.host, *api.host_names) if not _is_loopback(name) and name not in WILDCARDS]
+    if api.tls_cert or api.public_url.startswith("https:") or _is_loopback(api.host) or not names:
         return None
     text = (
         f"The page is open to other machines (api.host is {api.host}; it answers to {', '.join(names)}) without TLS: "

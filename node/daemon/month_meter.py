@@ -67,7 +67,7 @@ class MonthMeter:
                 joules = _metered(before, device, elapsed_s)
                 measured += joules or 0.0
                 if joules is None:
-                    watts = GPU_WATTS if device.kind == "cuda" else CORE_WATTS * self._threads()
+                    watts = CORE_WATTS * self._threads() if device.kind == "cpu" else GPU_WATTS
                     estimated += watts * min(elapsed_s, max(0.0, work_s - self._work_s))
         self._totals, self._work_s, self._seen_at_s, self._devices = totals, work_s, now_s, report.devices
         self._usage = self._usage.model_copy(

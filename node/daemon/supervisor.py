@@ -30,10 +30,14 @@ from node.daemon.log_handlers import log_worker_record
 from node.daemon.month_meter import MonthMeter
 from node.daemon.node_state import NodeState
 from node.daemon.pause_policy import PausePolicy
+from node.daemon.process_meter import ProcessMeter
 from node.daemon.worker_process import WorkerExit
 from node.daemon.worker_watchdog import SupervisorTimings, WorkerWatchdog
+from node.errors import MachineError
 from node.host import gpu_power, ports
+from node.host.cgroup import memory_limit
 from node.host.logs import set_level
+from node.host.memory import worker_lack
 from node.status import Counters, Outcome, Phase, PhaseState, Status, rfc3339, utc_now
 from node.worker_protocol import (
     Adjust,
@@ -58,7 +62,9 @@ RUN_COMPLETE = "run_complete"
 STAYS_STOPPED = "The node stopped as asked: `resume` starts it again."
 CANNOT_WORK = (2, 3)
 """Exit codes of a worker that cannot do what its settings demand."""
-NOT_BY_SETTINGS = ports.CODES | {"newer_checkpoint"}
+MEMORY_LIMIT = "memory_limit"
+"""Code of the end of a node whose container has too little memory to start a worker."""
+NOT_BY_SETTINGS = ports.CODES | {"newer_checkpoint", MEMORY_LIMIT}
 """Values of `Ended.code` that no change on the settings page can cause or repair."""
 COUNTERS_INTERVAL_S = 5.0
 
@@ -82,7 +88,10 @@ class Supervisor:
         timings: SupervisorTimings,
     ) -> None:
         known = state.counters.counters if state.counters is not None else Counters()
-        self.metrics = Metrics(build, self.view, space=lambda: disk.space, known=known)
+        self.processes = ProcessMeter(lambda: self._worker.pid)
+        self.metrics = Metrics(
+            build, self.view, space=lambda: disk.space, known=known, processes=lambda: self.processes.usage
+        )
         self._config, self._pause_policy = config, pause_policy
         self._directory, self._state, self._disk, self._month = directory, state, disk, month
         self._mode, self._join = mode, join
@@ -301,6 +310,8 @@ class Supervisor:
         if mode != "pause":
             self._lost_work = ""  # A pause keeps it, because its reason names the lost work.
         self._changed.clear()
+        if lack := worker_lack(memory_limit()):  # The kernel would kill the worker while it starts.
+            return WorkerExit(Ended(exit_code=MachineError.exit_code, code=MEMORY_LIMIT, reason=lack), 0), None
         start = Start(
             mode=mode,
             config=config.model_dump(mode="json"),
@@ -365,6 +376,7 @@ class Supervisor:
         if self._worker.lived_s > timings.healthy_s:
             self._crashes = 0
         self._crashes += 1
+        self.metrics.worker_crashed()
         cause = exit_.describe()
         logger.error("The worker crashed: %s", cause)
         if self._desired in ("drain", "leave"):

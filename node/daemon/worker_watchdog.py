@@ -71,6 +71,11 @@ class WorkerWatchdog:
             self._worker = None
 
     @property
+    def pid(self) -> int | None:
+        """The id of the running worker's process; None without one."""
+        return self._worker.pid if self._worker is not None else None
+
+    @property
     def was_asked(self) -> bool:
         """Whether the running worker has been asked to stop."""
         return self._worker is not None and self._worker.asked is not None

@@ -30,8 +30,10 @@ class NotCapped(Exception):
 def cap(folder: Path, uuid: str, watts: float, nvml: Any = None) -> None:
     """Set the power limit of the GPU `uuid` (NVML's form, `GPU-...`). Raises NotCapped.
 
-    `nvml` replaces the library in tests.
+    An empty `uuid` means that this kind of GPU has no such id. `nvml` replaces the library in tests.
     """
+    if not uuid:
+        raise NotCapped("limits.gpu_power_watts is not applied: it works only with NVIDIA GPUs. Set it to 0.")
     with _open_nvml(nvml) as library:
         try:
             handle = library.nvmlDeviceGetHandleByUUID(uuid)

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from node.host.parent_death import die_with_parent
 from node.sinks.series import Point, SinkTarget
 from node.sinks.sinks import SINKS, Sink
-from node.worker.parent_death import die_with_parent
 
 NOT_INSTALLED = 3
 """Exit code if a package of the sink is not installed."""

@@ -119,7 +119,7 @@ def _import_datasets(name: str) -> Any:
     except ImportError as exc:
         raise MachineError(
             f"run.data.sources: {name} needs the Python package datasets, which is not installed: install "
-            "diloco-node[datasets].",
+            "diloco-node[datasets] (pip), `pipx inject diloco-node datasets`, or `make datasets` in a checkout.",
             code="no_data",
         ) from exc
     datasets.disable_progress_bars()

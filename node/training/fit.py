@@ -25,8 +25,9 @@ from node.config.schema import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
 from node.host.disk_quota import LEAST_BYTES, META_BYTES, quota_bytes
+from node.host.memory import available_memory_bytes, memory_remedy
 from node.training.algorithm import feedback_of, optimizer_of
-from node.training.device import ComputeDevice, available_memory_bytes, free_gpu_memory_bytes
+from node.training.device import ComputeDevice, free_device_bytes
 from node.training.inner import Execution, InnerLoop
 from node.training.model import LOSS_TOKENS, unit_elements
 
@@ -45,7 +46,7 @@ LOGIT_BYTES = 12
 """Bytes of one logit as computed, of its fp32 copy, and of its gradient."""
 MOST_LOGITS_BYTES = 1 * GB
 CPU_RATIO = 0.5
-"""Share of the free memory for activations on a CPU, where the kernel kills a process that exceeds the memory."""
+"""Share of the free memory for activations in main memory, where the kernel kills a process that exceeds it."""
 WORTH_RATIO = 1.05
 """A micro-batch twice as large must be faster by this factor, otherwise the smaller one is used."""
 PROBES = 3
@@ -134,15 +135,15 @@ def compare_resources(
     ranks = config.devices.ranks
     host = needs.host_bytes + (ranks - 1) * BASE_BYTES
     device = needs.device_bytes / (ranks if config.devices.sharding == "fsdp" else 1)
-    if chosen.device.type == "cuda":
-        ratio = config.limits.gpu_memory_ratio
+    ratio = config.limits.gpu_memory_ratio
+    if (free_bytes := free_device_bytes(chosen.device, ratio)) is not None:
         remedy = "end what else uses the GPU, or join a run with a smaller model"
         if ratio:
             remedy = f"raise limits.gpu_memory_ratio, {remedy}"
-        yield "GPU memory", device + needs.row_bytes, free_gpu_memory_bytes(chosen.device, ratio), remedy
+        yield "GPU memory", device + needs.row_bytes, free_bytes, remedy
     else:
         host += ranks * (device + needs.row_bytes)
-    yield "memory", host, available_memory_bytes(), "end what else uses memory, or join a run with a smaller model"
+    yield "memory", host, available_memory_bytes(), memory_remedy()
     folder = _existing_parent(config.node.data_dir)
     remedy = f"free some space in {folder}, or choose another folder with --data-dir"
     quota = quota_bytes(config.limits.disk_gb)
@@ -169,7 +170,7 @@ def choose_execution(model: nn.Module, run: RunConfig, chosen: ComputeDevice, de
         rows = min(devices.micro_batch, batch_size)
     elif devices.sharding == "fsdp" and devices.ranks > 1:
         rows = 1  # To try more rows, all ranks would be needed.
-    elif chosen.device.type == "cuda":
+    elif free_device_bytes(chosen.device, 0) is not None:
         rows = _find_micro_batch(model, run, chosen.device, how)
     else:
         room = CPU_RATIO / devices.ranks * available_memory_bytes() / row_bytes(run, devices, chosen.precision)
@@ -195,7 +196,8 @@ def _find_micro_batch(model: nn.Module, run: RunConfig, device: torch.device, ho
     except torch.OutOfMemoryError:
         pass  # The best size so far is the result.
     del reserve
-    torch.cuda.empty_cache()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
     if not best:
         raise MachineError(
             "The GPU's memory does not suffice for a single sequence of this run: set "
@@ -207,9 +209,15 @@ def _find_micro_batch(model: nn.Module, run: RunConfig, device: torch.device, ho
 
 def _measure_pass_s(inner: InnerLoop, batch: torch.Tensor, device: torch.device) -> float:
     inner.probe(batch)
-    torch.cuda.synchronize(device)
+    _synchronize(device)
     began_s = time.monotonic()
     for _ in range(PROBES):
         inner.probe(batch)
-    torch.cuda.synchronize(device)
+    _synchronize(device)
     return (time.monotonic() - began_s) / PROBES
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device has done all queued work. The CPU queues none."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from node.config.manifest import InnerConfig
 from node.errors import MachineError, TrainingError
+from node.training.accelerator import accelerator_of
 from node.training.model import NextTokenLoss, autocast
 from node.training.optimizers import Optimizers
 from node.training.ranks import Ranks, full_tensor
@@ -89,7 +90,7 @@ class InnerLoop:
         """Halved when the memory does not suffice."""
         self._clip_norm = cfg.clip_norm
         self._parameters = list(model.parameters())
-        self._optimizers = Optimizers(model, cfg)
+        self._optimizers = Optimizers(model, cfg, is_fused=accelerator_of(device).has_fused_adamw)
         self._scaler = torch.amp.GradScaler(device.type, FIRST_SCALE, enabled=how.precision == "fp16")
         self._skipped_in_a_row = 0
 
@@ -170,8 +171,8 @@ class InnerLoop:
         if previous <= 1:
             raise out_of_memory_error() from cause
         self.micro_batch = previous // 2
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
         logger.warning(
             "Out of memory with %d sequences at once. Training continues with %d at once.", previous, self.micro_batch
         )

@@ -42,7 +42,7 @@ class Ranks:
         self.rank, self.size, self.is_sharded, self._device = rank, size, is_sharded, device
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]  # missing in its __all__
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = dist.get_default_backend_for_device(device)
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         self._calls = dist.new_group(backend="gloo", timeout=CALL_TIMEOUT)

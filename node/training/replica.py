@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from node.config.manifest import InnerConfig
 from node.diloco.fragments import Ranges
 from node.errors import MachineError, NodeError
+from node.training.accelerator import accelerator_of
 from node.training.inner import Callback, Execution, FaultHook, InnerLoop, StepResult
 from node.training.model import CPU, Change, change_flat_, take_flat
 from node.training.ranks import Ranks
@@ -91,9 +92,10 @@ class Replica:
         return self._ranks is None or not self._ranks.is_sharded
 
     def take(self, ranges: Ranges, *, on_host: bool = True) -> Tensor:
-        """Copy a fragment [P_f] to the cpu, or to the training device if `on_host` is False."""
+        """Copy a fragment [P_f] to the cpu, or to the training device if that can encode and `on_host` is False."""
         self._broadcast("take", ranges, only_if_sharded=True)
-        return take_flat(self._model, ranges, CPU if on_host else self._device)
+        is_kept = not on_host and accelerator_of(self._device).can_encode
+        return take_flat(self._model, ranges, self._device if is_kept else CPU)
 
     def put(self, ranges: Ranges, values: Tensor) -> None:
         """Overwrite a fragment with `values` [P_f]."""

@@ -13,7 +13,7 @@ import traceback
 from node.config.schema import Config
 from node.errors import NodeError, TrainingError
 from node.host.logs import set_level
-from node.worker.parent_death import die_with_parent
+from node.host.parent_death import die_with_parent
 from node.worker.supervisor_link import SupervisorLink, SupervisorLogHandler
 from node.worker_protocol import Ended
 

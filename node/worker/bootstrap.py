@@ -23,7 +23,8 @@ from node.swarm.chain.chain import Tip
 from node.swarm.member_thread import Lost
 from node.swarm.membership.peer_table import MEMBER_PHASES
 from node.swarm.state_sync.catch_up import ResyncCause
-from node.training.device import ComputeDevice, choose_device, describe, gpu_uuid
+from node.training.accelerator import accelerator_of
+from node.training.device import ComputeDevice, choose_device, describe
 from node.training.fit import check_fit
 from node.worker.counters import WorkCounters
 from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs
@@ -118,10 +119,12 @@ class Worker:
     def _choose_device(self) -> ComputeDevice:
         config, limits = self._config, self._config.limits
         device = choose_device(config.devices, limits.cpu_threads, gpu_memory_ratio=limits.gpu_memory_ratio)
-        if limits.gpu_power_watts and device.device.type == "cuda":
+        if limits.gpu_power_watts and device.device.type != "cpu":
+            accelerator = accelerator_of(device.device)
             for rank in range(config.devices.ranks):
+                power_id = accelerator.power_id(torch.device(device.device.type, rank))
                 try:
-                    gpu_power.cap(config.node.data_dir, gpu_uuid(torch.device("cuda", rank)), limits.gpu_power_watts)
+                    gpu_power.cap(config.node.data_dir, power_id, limits.gpu_power_watts)
                 except gpu_power.NotCapped as exc:
                     logger.warning("%s", exc)
                     self._reporter.notice("power_cap", str(exc))
@@ -132,8 +135,8 @@ class Worker:
         if self._device is None:
             return ()
         device = self._device.device
-        others = range(1, self._config.devices.ranks) if device.type == "cuda" else ()
-        return (describe(device), *(describe(torch.device("cuda", rank), own=False) for rank in others))
+        others = range(1, self._config.devices.ranks) if device.type != "cpu" else ()
+        return (describe(device), *(describe(torch.device(device.type, rank), own=False) for rank in others))
 
     def _check_fit(self, run: RunConfig) -> None:
         if self._device is not None:

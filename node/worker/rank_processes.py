@@ -31,6 +31,7 @@ from node.config.manifest import RunConfig
 from node.config.schema import Config, DevicesConfig
 from node.errors import ConfigError, MachineError, NodeError
 from node.host.files import write_whole
+from node.host.parent_death import die_with_parent
 from node.swarm.faults import faults_from
 from node.training.device import ComputeDevice, choose_device
 from node.training.fit import choose_execution
@@ -38,7 +39,6 @@ from node.training.inner import Execution, out_of_memory_error
 from node.training.model import build_model, prepare_layers
 from node.training.ranks import Ranks
 from node.training.replica import Replica
-from node.worker.parent_death import die_with_parent
 from node.worker.step_faults import ANY_ROUND, loss_factor
 
 WATCH_S = 0.5

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from node.api.metrics import Build, Metrics
-from node.api.node_interface import Space
+from node.api.node_interface import PROCESS_KINDS, ProcessUsage, Space
 from node.status import (
     FAILURE_REASONS,
     REACHABILITIES,
@@ -31,6 +31,7 @@ from tests.api.conftest import FakeNode
 
 PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "build_info": ("gauge", {}),
+    "run_info": ("gauge", {}),
     "node_phase": ("gauge", {"phase": tuple(Phase)}),
     "activity_seconds_total": ("counter", {"activity": tuple(Activity)}),
     "compute_utilization_ratio": ("gauge", {}),
@@ -65,6 +66,9 @@ PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "disk_used_bytes": ("gauge", {"kind": ("cache",)}),
     "disk_free_bytes": ("gauge", {}),
     "disk_size_bytes": ("gauge", {}),
+    "worker_restarts_total": ("counter", {}),
+    "process_memory_bytes": ("gauge", {"process": PROCESS_KINDS}),
+    "process_cpu_seconds_total": ("counter", {"process": PROCESS_KINDS}),
     "log_messages_total": ("counter", {"level": ("debug", "info", "warning", "error")}),
 }
 
@@ -199,6 +203,28 @@ def test_metric_of_the_swarms_tokens_is_nan_until_their_number_is_known(fake_nod
     assert math.isnan(scrape(fake_node)[1][("swarm_tokens", ())])
     fake_node.board.apply_report(Report(run=RunInfo(swarm_tokens=0, state_digest="ab")))
     assert scrape(fake_node)[1][("swarm_tokens", ())] == 0
+
+
+def test_run_is_named_with_its_hash_once_it_is_known(fake_node: FakeNode) -> None:
+    assert scrape(fake_node)[1][("run_info", (("run", "no run yet"),))] == 1
+    fake_node.board.apply_report(Report(run=RunInfo(name="tiny", manifest_hash="ab12cd34" * 8)))
+    _, samples = scrape(fake_node)
+    assert [key for key in samples if key[0] == "run_info"] == [("run_info", (("run", "tiny (ab12cd34)"),))]
+
+
+def test_crashes_of_workers_and_the_use_of_processes_are_shown(fake_node: FakeNode) -> None:
+    memory, cpu_s = {"worker": 7}, {"worker": 2.5}
+    usage = ProcessUsage(dict.fromkeys(PROCESS_KINDS, 0) | memory, dict.fromkeys(PROCESS_KINDS, 0.0) | cpu_s)
+    fake_node.metrics = Metrics(
+        Build("1"), fake_node.view, space=lambda: Space({}), known=Counters(), processes=lambda: usage
+    )
+    fake_node.metrics.worker_started()
+    fake_node.metrics.worker_crashed()
+    _, samples = scrape(fake_node)
+    assert samples[("worker_restarts_total", ())] == 1
+    assert samples[("process_memory_bytes", (("process", "worker"),))] == 7
+    assert samples[("process_cpu_seconds_total", (("process", "worker"),))] == 2.5
+    assert samples[("process_memory_bytes", (("process", "p2pd"),))] == 0
 
 
 def test_failures_with_an_unknown_reason_count_under_the_fallback_reason(fake_node: FakeNode) -> None:

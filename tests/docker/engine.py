@@ -184,7 +184,7 @@ def build(docker: Engine, folder: Path) -> str:
     """Run `make image` for the CPU. Returns the mark in the secrets of the build."""
     make_base(docker)
     with secrets(folder) as (words, mark):
-        arguments = ["--network host", f"--build-arg BASE_IMAGE={BASE}", " ".join(words)]
+        arguments = ["--network host", f"--build-arg BASE_IMAGE={BASE} --build-arg TORCH_INDEX_URL=", " ".join(words)]
         done = subprocess.run(
             ["make", "image", f"DOCKER={docker.client}", "IMAGE_DASHBOARD=prebuilt",
              f"IMAGE_ARGS={' '.join(arguments)} --progress plain"],

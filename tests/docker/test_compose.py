@@ -11,19 +11,23 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 import yaml
 
+from node.config.loader import load
 from tests.docker.engine import ROOT, Engine
 from tests.swarm.harness import wait_for
 
 FILE = ROOT / "docker" / "compose.yaml"
+NAS = ROOT / "docker" / "nas" / "compose.yaml"
 PROFILES = {
     "node": {"node"},
     "gpu": {"gpu"},
     "swarm": {"first", "invite", "second", "third", "relay"},
     "monitoring": {"prometheus", "grafana"},
+    "alerts": {"alertmanager"},
 }
 
 
@@ -52,10 +56,36 @@ def test_each_profile_of_the_compose_file_is_valid(profile: str) -> None:
         for port in service.get("ports", []):
             # Only the port for peers is published to other machines.
             assert "31337" in str(port) or "127.0.0.1" in str(port), (name, port)
+        assert service["cap_drop"] == ["ALL"] and service["pids_limit"] > 0, name
+        assert service["logging"]["options"]["max-size"], name
         if "diloco-node" in service["image"]:
-            assert service["read_only"] and service["cap_drop"] == ["ALL"]
+            assert service["read_only"]
         else:
             assert not service["image"].endswith("latest") and ":" in service["image"], "pinned"
+
+
+def test_memory_limit_of_the_nodes_is_set_by_a_variable() -> None:
+    found = yaml.safe_load(compose("--profile", "node", "config", environment={"NODE_MEMORY": "2g"}))
+    assert str(found["services"]["node"]["mem_limit"]) in ("2g", "2147483648")
+
+
+def test_file_for_a_nas_stands_alone_and_agrees_with_the_template_for_unraid() -> None:
+    done = subprocess.run(
+        [*command(), "--file", str(NAS), "config"], capture_output=True, text=True, timeout=60, check=True
+    )
+    (service,) = yaml.safe_load(done.stdout)["services"].values()
+    assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["mem_limit"] and service["pids_limit"]
+    assert not any(str(volume).startswith((".", "/")) for volume in service["volumes"]), "no file of the repository"
+    template = ET.parse(NAS.with_name("unraid.xml")).getroot()
+    configs = {entry.get("Target"): entry for entry in template.iter("Config")}
+    assert template.findtext("Repository") == service["image"]
+    variables = {name for name in service["environment"] if name != "DILOCO_SCHEDULE__TIMEZONE"}
+    assert {name for name, entry in configs.items() if entry.get("Type") == "Variable"} == variables
+    extra = template.findtext("ExtraParams") or ""
+    for words in ("--read-only", "--cap-drop ALL", "--stop-timeout 60", f"--pids-limit {service['pids_limit']}"):
+        assert words in extra
+    loaded = load(file=None, environ={k: str(v) for k, v in service["environment"].items()}, flags=[])
+    assert loaded.config.api.host_names == ("nas.local",)
 
 
 @pytest.fixture

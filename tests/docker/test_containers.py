@@ -125,6 +125,23 @@ def test_container_with_a_fatal_error_keeps_running_and_shows_the_error(alone: C
     assert alone.state()["ExitCode"] == 0
 
 
+def test_container_with_too_little_memory_refuses_with_the_figures_and_is_unhealthy(alone: Container) -> None:
+    """The engine's limit is read in both versions of control groups, and the kernel kills nothing."""
+    alone.run(
+        "run", THREAD,
+        env={"DILOCO_API__PUBLIC_URL": "http://nas.local:9000"},
+        engine_words=("--memory", "512m", "--health-interval", "2s", "--health-retries", "2"),
+    )  # fmt: skip
+    status = alone.until_phase("error")
+    assert "0.537 GB (memory." in status["reason"] and "GB are free" in status["reason"], status["reason"]
+    assert status["node"]["memory_limit_bytes"] == 512 * 2**20
+    assert "at most 0.537 GB" in alone.execute("diloco-node", "status")
+    assert "limits memory to 0.537 GB" in alone.execute("diloco-node", "doctor", check=False)
+    wait_for(lambda: alone.state()["Health"]["Status"] == "unhealthy", 90, "the container is unhealthy")
+    assert (alone.state()["OOMKilled"], alone.restarts()) == (False, 0)
+    assert "Dashboard: http://nas.local:9000/#token=" in alone.said()
+
+
 def test_container_with_a_damaged_invite_keeps_running_and_shows_the_error(alone: Container) -> None:
     """If the container ended with exit code 2, the engine would restart it forever, without a page for the reason."""
     alone.run("run", THREAD, env={"DILOCO_JOIN": "diloco1-cut-short"})

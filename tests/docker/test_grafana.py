@@ -20,14 +20,20 @@ from tests.docker.test_monitoring import DASHBOARD, DOCKER, PANELS
 
 SCHEMA = "./node_modules/@grafana/schema/dist/esm"
 TSC = ROOT / "dashboard" / "node_modules" / ".bin" / "tsc"
-OPTIONS = {"stat": "StatPanelCfg", "timeseries": "TimeSeriesPanelCfg", "state-timeline": "StateTimelinePanelCfg"}
+OPTIONS = {
+    "stat": "StatPanelCfg",
+    "timeseries": "TimeSeriesPanelCfg",
+    "state-timeline": "StateTimelinePanelCfg",
+    "table": "TablePanelCfg",
+}
 # In JSON, enums are words, and keys with a default are optional. The keys of queries and annotations belong to the
 # data source.
 TYPES = """
 import type { Dashboard, DataQuery } from "@grafana/schema";
 type Plain<T> = unknown extends T ? T : T extends string ? `${T}` : T extends number | boolean | null | undefined ? T
     : T extends (infer U)[] ? Plain<U>[] : T extends object ? { [K in keyof T]?: Plain<T[K]> } : T;
-type Query = Plain<DataQuery> & { expr: string; legendFormat?: string; instant?: boolean; range?: boolean };
+type Query = Plain<DataQuery> & { expr: string; legendFormat?: string; instant?: boolean; range?: boolean;
+    format?: "table" | "time_series" };
 type Marks = NonNullable<NonNullable<Plain<Dashboard>["annotations"]>["list"]>[number];
 type Annotation = Omit<Marks, "target"> & { target: Query; titleFormat?: string; textFormat?: string };
 """

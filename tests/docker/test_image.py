@@ -74,6 +74,11 @@ def test_image_has_no_secrets_in_its_history_and_layers(built: Built, tmp_path: 
     assert faults == []
 
 
+def test_no_program_in_the_image_is_setuid_or_setgid(docker: Engine) -> None:
+    find = ("--entrypoint", "find", IMAGE, "/", "-xdev", "-type", "f", "-perm", "/6000")
+    assert docker("run", "--rm", "--network", "none", "--user", "0", *find) == ""
+
+
 def test_python_packages_in_the_image_are_compatible(docker: Engine) -> None:
     """The image does not contain pip, so the test mounts this machine's pip into a container."""
     (wheel,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -30,10 +31,14 @@ from tests.docker.watch import CONFIG, Prometheus
 from tests.swarm.harness import Node, Swarm, tiny, wait_for
 
 DOCKER = CONFIG.parent
-DASHBOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "dashboards" / "diloco.json").read_text(encoding="utf-8"))
+DASHBOARDS = DOCKER / "grafana" / "dashboards"
+DASHBOARD: dict[str, Any] = json.loads((DASHBOARDS / "diloco.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [(panel, target) for panel in PANELS for target in panel["targets"]]
 ALERTS = [rule for group in yaml.safe_load((CONFIG / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+ABOUT_ABSENCE = ("DilocoNodeGone", "DilocoNoNode")
+"""Alerts whose expressions yield nothing for nodes that are there."""
+RUNBOOK = (DOCKER / "RUNBOOK.md").read_text(encoding="utf-8")
 WINDOW_S = 20
 VARIABLES = {"$node": ".*", "$__rate_interval": f"{WINDOW_S}s", "$__range": "5m"}
 
@@ -60,8 +65,7 @@ def test_each_alert_has_a_test_and_a_paragraph_in_the_runbook() -> None:
     tested = yaml.safe_load((CONFIG / "alerts_test.yml").read_text())["tests"]
     cases = [case for test in tested for case in test["alert_rule_test"]]
     assert {case["alertname"] for case in cases if case["exp_alerts"]} == set(names)
-    runbook = (DOCKER / "RUNBOOK.md").read_text(encoding="utf-8")
-    paragraphs = dict(re.findall(r"^## (\S+)\n(.+?)(?=\n## |\Z)", runbook, re.MULTILINE | re.DOTALL))
+    paragraphs = dict(re.findall(r"^## (\S+)\n(.+?)(?=\n## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
     assert set(paragraphs) == set(names)
     assert {name for name, text in paragraphs.items() if len(text.split()) < 30} == set()
     for rule in ALERTS:
@@ -82,7 +86,60 @@ def test_grafana_panels_do_not_overlap_have_units_and_filter_by_node() -> None:
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
         assert panel["datasource"] == target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         assert 'instance=~"$node"' in target["expr"], panel["title"]
-    assert [v["name"] for v in DASHBOARD["templating"]["list"]] == ["datasource", "node"]
+    assert [v["name"] for v in DASHBOARD["templating"]["list"]] == ["datasource", "run", "node"]
+
+
+def test_grafana_shows_only_nodes_of_the_chosen_run() -> None:
+    _, run, node = DASHBOARD["templating"]["list"]
+    assert run["query"]["query"] == "label_values(diloco_run_info, run)" and not run["multi"]
+    assert node["query"]["query"] == 'label_values(diloco_run_info{run=~"$run"}, instance)'
+    assert node["includeAll"] and "allValue" not in node, "`All` means all nodes of the run"
+
+
+def runbook_dashboard() -> dict[str, Any]:
+    """A dashboard whose panels are the sections of the runbook, for the links from panels and alerts."""
+    sections = re.findall(r"^## (\S+)\n(.+?)(?=\n## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL)
+    panels = [
+        {
+            "id": number, "type": "text", "title": name,
+            "gridPos": {"h": 6, "w": 12, "x": 12 * (row % 2), "y": 6 * (row // 2)},
+            "options": {"mode": "markdown", "content": text.strip().replace("\n", " ")},
+        }
+        for number, (row, (name, text)) in enumerate(enumerate(sections), start=1)
+    ]  # fmt: skip
+    return {
+        "uid": "diloco-runbook", "title": "DiLoCo: runbook", "description": "What each alert means, and what to do.",
+        "tags": ["diloco"], "schemaVersion": DASHBOARD["schemaVersion"], "version": 1, "editable": False,
+        "panels": panels,
+    }  # fmt: skip
+
+
+def test_runbook_dashboard_holds_the_runbook() -> None:
+    """`UPDATE_RUNBOOK=1` writes the file."""
+    file, wanted = DASHBOARDS / "runbook.json", json.dumps(runbook_dashboard(), indent=2, ensure_ascii=False) + "\n"
+    if os.environ.get("UPDATE_RUNBOOK"):
+        file.write_text(wanted, encoding="utf-8")
+    assert file.read_text(encoding="utf-8") == wanted, "run this test with UPDATE_RUNBOOK=1 and commit the file"
+    links = [*DASHBOARD["links"], *(link for panel in PANELS for link in panel.get("links", []))]
+    assert len(links) > 3 and {link["url"] for link in links} == {"/d/diloco-runbook"}
+
+
+def test_columns_of_the_table_of_nodes_come_from_its_queries() -> None:
+    (table,) = [panel for panel in PANELS if panel["type"] == "table"]
+    join, organize = table["transformations"]
+    assert join["options"] == {"byField": "instance", "mode": "outer"}
+    labels = {
+        label
+        for t in table["targets"]
+        for group in re.findall(r"by \(([^)]+)\)", t["expr"])
+        for label in group.split(", ")
+    }
+    columns = labels | {f"Value #{target['refId']}" for target in table["targets"]}
+    options = organize["options"]
+    assert set(options["renameByName"]) == set(options["indexByName"]) <= columns
+    assert columns - set(options["renameByName"]) <= set(options["excludeByName"])
+    named = {override["matcher"]["options"] for override in table["fieldConfig"]["overrides"]}
+    assert named <= set(options["renameByName"].values())
 
 
 def test_grafana_dashboard_and_alerts_use_only_existing_metrics() -> None:
@@ -156,7 +213,12 @@ def ready_to_run(expression: str) -> str:
 def check_panel(prometheus: Prometheus, panel: dict[str, Any], target: dict[str, Any]) -> None:
     """Assert that the query returns one number for a stat panel, and series with distinct legends for any other."""
     expression, title = ready_to_run(target["expr"]), panel["title"]
-    if panel["type"] == "stat":
+    if panel["type"] == "table":
+        rows = prometheus.query(expression)
+        instances = [row["metric"]["instance"] for row in rows]
+        assert rows and len(instances) == len(set(instances)), f"{title}: one row for each node: {rows}"
+        found = [(row["metric"], [row["value"]]) for row in rows]
+    elif panel["type"] == "stat":
         (row,) = prometheus.query(expression)
         found = [(row["metric"], [row["value"]])]
     else:
@@ -203,6 +265,9 @@ def test_prometheus_evaluates_all_panels_and_alerts_for_three_real_nodes(tmp_pat
             rules = {rule["name"]: rule for rule in prometheus.rules()}
             for rule in ALERTS:
                 assert rules[rule["alert"]]["health"] == "ok", rules[rule["alert"]]
+                if rule["alert"] in ABOUT_ABSENCE:
+                    assert prometheus.query(rule["expr"]) == []
+                    continue
                 # With `bool`, a comparison yields 0 or 1 for each node instead of dropping nodes.
                 told = re.sub(r"(==|<=|>=|<|>)(?!~)", r"\1 bool", rule["expr"])
                 values = {row["metric"]["instance"]: row["value"] for row in prometheus.query(told)}
@@ -213,3 +278,37 @@ def test_prometheus_evaluates_all_panels_and_alerts_for_three_real_nodes(tmp_pat
             bring_to_error(nodes[2])
             wait_for(lambda: prometheus.firing("DilocoNodeInError"), 60, "the alert fires")
             assert prometheus.firing("DilocoNodeInError") == ["third"]
+
+
+class TwoNodes:
+    """Two pages of metrics. Prometheus finds those that `there` names, as it finds the containers that run."""
+
+    def __init__(self, file: Path, addresses: Mapping[str, str]) -> None:
+        self._file, self._addresses = file, addresses
+
+    def there(self, *names: str) -> None:
+        lines = [f'- {{targets: ["{self._addresses[name]}"], labels: {{instance: {name}}}}}' for name in names]
+        new = self._file.with_suffix(".new")
+        new.write_text("\n".join(lines) or "[]")
+        new.replace(self._file)
+
+
+@needs_prometheus
+@pytest.mark.timeout(400)
+def test_alert_fires_within_three_minutes_after_one_node_and_then_all_nodes_are_gone(tmp_path: Path) -> None:
+    with node_with_gpu() as first, node_with_gpu() as second:
+        addresses = {"a": first, "b": second}
+        with Prometheus(tmp_path, addresses) as prometheus:
+            nodes = TwoNodes(tmp_path / "config" / "targets" / "nodes.yml", addresses)
+            wait_for(lambda: len(prometheus.query('up{job="diloco"} == 1')) == 2, 60, "both nodes are scraped")
+            nodes.there("b")
+            wait_for(lambda: prometheus.firing("DilocoNodeGone") == ["a"], 180, "the alert of the node that is gone")
+            assert not prometheus.is_firing("DilocoNoNode")
+            nodes.there()
+            wait_for(lambda: prometheus.is_firing("DilocoNoNode"), 180, "the alert of a swarm without nodes")
+            assert prometheus.firing("DilocoNodeGone") == ["a"] or set(prometheus.firing("DilocoNodeGone")) == {
+                "a",
+                "b",
+            }
+            nodes.there("a", "b")
+            wait_for(lambda: not prometheus.is_firing("DilocoNoNode"), 60, "the alert ends with the first node")

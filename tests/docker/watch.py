@@ -88,5 +88,12 @@ class Prometheus:
 
     def firing(self, alert: str) -> list[str]:
         """The instances for which the alert fires."""
+        return [labels["instance"] for labels in self._firing(alert)]
+
+    def is_firing(self, alert: str) -> bool:
+        """Whether the alert fires at all, for an alert that is not about one instance."""
+        return bool(self._firing(alert))
+
+    def _firing(self, alert: str) -> list[dict[str, str]]:
         alerts = self._data("/api/v1/alerts")["alerts"]
-        return [a["labels"]["instance"] for a in alerts if a["labels"]["alertname"] == alert and a["state"] == "firing"]
+        return [a["labels"] for a in alerts if a["labels"]["alertname"] == alert and a["state"] == "firing"]

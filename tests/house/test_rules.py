@@ -76,6 +76,17 @@ def test_each_class_name_is_defined_in_one_module_only() -> None:
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
+CUDA_WORDS = re.compile(r"torch\.cuda|nccl|nvml|nvidia-smi|[\"']cuda", re.IGNORECASE)
+CUDA_MODULES = {
+    "node.training.cuda", "node.training.accelerator", "node.host.gpu_power", "node.config.schema", "node.api.examples",
+}  # fmt: skip
+"""Modules that may name CUDA: the device itself, the table of devices, the power limit, and names that users write."""
+
+
+def test_only_a_few_modules_know_cuda() -> None:
+    assert {name for name, path in NAMES.items() if CUDA_WORDS.search(path.read_text(encoding="utf-8"))} == CUDA_MODULES
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_each_module_has_a_docstring_and_short_functions(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

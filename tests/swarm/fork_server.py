@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from node.worker.parent_death import die_with_parent
+from node.host.parent_death import die_with_parent
 
 FOLDER_VARIABLE = "SWARM_TEST_FORK_SERVER"
 """Environment variable with the servers' folder. It is set while the servers run."""

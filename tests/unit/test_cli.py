@@ -28,6 +28,8 @@ COMMANDS = (
     "relay",
     "runs",
     *CLIENT_COMMANDS,
+    "install-service",
+    "update",
     "config",
     "completion",
     "doctor",
@@ -167,7 +169,7 @@ def test_every_command_prints_help(command: str, capsys: pytest.CaptureFixture[s
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert "--data-dir DIR" in said
-    assert ("Examples:" in said) == (command in ("run", "runs", "export", "serve"))
+    assert ("Examples:" in said) == (command in ("run", "runs", "export", "serve", "install-service"))
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from node.config.schema import DevicesConfig
 from node.errors import MachineError
-from node.host.cores import quota_cores, usable_cores
+from node.host.cores import usable_cores
+from node.host.memory import memory_size_bytes
 from node.training.device import choose_device, describe
+from tests.limited_device import needs_full_device
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +23,7 @@ def _restore_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@needs_full_device
 def test_a_cpu_computes_in_fp32_by_default() -> None:
     chosen = choose_device(DevicesConfig(device="cpu"), 1)
     assert (chosen.device.type, chosen.precision) == ("cpu", "fp32")
@@ -55,20 +56,12 @@ def test_usable_cores_follow_the_cpu_affinity_of_the_process() -> None:
         os.sched_setaffinity(0, before)
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1), ("", None)]
-)
-def test_cpu_quota_of_a_container_limits_the_usable_cores(tmp_path: Path, text: str, cores: int | None) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    assert quota_cores(tmp_path / "cpu.max") == cores
-    assert quota_cores(tmp_path / "nowhere") is None
-
-
+@needs_full_device
 def test_description_of_a_cpu_has_memory_and_utilization_but_no_temperature() -> None:
     info = describe(torch.device("cpu"))
     assert info.kind == "cpu" and info.name
     assert info.utilization_ratio is not None and 0 <= info.utilization_ratio <= 1
-    assert info.memory_size_bytes == psutil.virtual_memory().total
+    assert info.memory_size_bytes == memory_size_bytes()
     assert info.memory_used_bytes is not None and 10 * 2**20 < info.memory_used_bytes < info.memory_size_bytes
     assert info.temperature_celsius is None and info.energy_joules is None
 

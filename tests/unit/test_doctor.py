@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from node.cli import main
+from node.commands import doctor as doctor_module
 from node.commands.doctor import NodeSetup, _check_ports, _two_digits
 from node.config.schema import Config
+from node.host import memory
+from node.host.cgroup import MemoryLimit
 from node.host.ports import LISTEN_PORT_FILE, PortFile
 
 PEER = "12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
@@ -125,6 +128,19 @@ def test_doctor_refuses_a_model_that_does_not_fit_before_it_is_built(doctor: Doc
     assert code == 3
     assert "memory" in {line.split()[1] for line in faults}
     assert lines_with(faults, "smaller model")
+
+
+def test_doctor_names_the_limits_of_its_container(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = MemoryLimit(512 * 2**20, 480 * 2**20, "memory.limit_in_bytes")
+    for module in (doctor_module, memory):
+        monkeypatch.setattr(module, "memory_limit", lambda: limit)
+    monkeypatch.setattr(doctor_module, "quota_cores", lambda: 2)
+    code, lines = doctor()
+    container, processor = lines_with(lines, "Its container or service limits")
+    assert container.startswith("ok") and "memory to 0.537 GB (memory.limit_in_bytes)" in container
+    assert "0.0336 GB are free" in container and "2 cores" in processor
+    (fault,) = lines_with(lines, "fault")
+    assert code == 3 and "0.0336 GB free: raise the memory limit" in fault
 
 
 def test_doctor_dials_the_bootstrap_peers_and_reports_how_many_answer(doctor: Doctor, taken_port: int) -> None:

@@ -184,7 +184,7 @@ def test_refusal_of_a_run_names_the_needed_and_the_free_memory(tmp_path: Path, m
 
 def test_run_that_exceeds_the_memory_of_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, run = ComputeDevice(torch.device("cuda", 0), "bf16", "a small GPU"), run_of()
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10e6, 8e9))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000_000, 8_000_000_000))
     with pytest.raises(MachineError, match=r"GB of GPU memory here.*smaller model"):
         check_fit(run, Config(), gpu)
 

@@ -23,6 +23,7 @@ from node.reference import ReferenceMember, main, read_run, save
 from node.training.corpus import Corpus, Stream, load_corpus
 from node.training.inner import InnerLoop
 from node.training.model import build_model, flatten, load_flat_
+from tests.limited_device import needs_full_device
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 3
@@ -93,6 +94,7 @@ def reference(preset: Path, stream_ids: list[str], *options: str) -> list[dict[s
 
 
 @pytest.mark.timeout(300)
+@needs_full_device
 def test_two_reference_processes_agree_with_two_members_in_one(preset: Path, corpus: Corpus, tmp_path: Path) -> None:
     out = tmp_path / "end.safetensors"
     lines = reference(preset, ["b", "a"], "--out", str(out))

@@ -118,12 +118,18 @@ def test_status_text_says_at_first_that_reachability_is_not_tested_yet() -> None
 
 @pytest.mark.parametrize(
     ("address", "link"),
-    [({"url": URL, "pid": 7}, f"{URL}/#token={'T' * 43}"), ({"url": URL, "pid": 6}, ""), ([], ""), ({}, "")],
+    [
+        ({"url": URL, "pid": 7}, f"{URL}/#token={'T' * 43}"),
+        ({"url": URL, "pid": 6}, ""),
+        ([], ""),
+        ({}, ""),
+        ({"url": URL, "pid": 7, "public_url": "http://nas.local:81"}, f"http://nas.local:81/#token={'T' * 43}"),
+    ],
 )
 def test_dashboard_link_is_used_only_if_its_file_names_this_process(tmp_path: Path, address: object, link: str) -> None:
     write_address(tmp_path, address)
     assert dashboard_link(tmp_path, pid=7) == link
-    assert dashboard_link(tmp_path, pid=7, has_token=False) == (f"{URL}/" if link else "")
+    assert dashboard_link(tmp_path, pid=7, has_token=False) == link.partition("#")[0]
 
 
 @pytest.mark.parametrize(
@@ -148,3 +154,10 @@ def test_table_of_peers_fits_into_80_columns_with_the_whole_name() -> None:
     )
     for text in ("downloading", "123456", "1,234", "12.10.3.dev10", "3 s ago", "AAAAAA"):
         assert text in lines[1]
+
+
+def test_status_names_the_memory_limit_of_a_container() -> None:
+    status = make_status()
+    assert "memory" not in describe(status)
+    limited = status.model_copy(update={"node": status.node.model_copy(update={"memory_limit_bytes": 536_870_912})})
+    assert "memory     at most 0.537 GB: its container's limit" in describe(limited)

@@ -120,6 +120,7 @@ export interface NodeInfo {
   version: string;
   data_dir: string;
   mode: "train" | "relay";
+  memory_limit_bytes: number | null;
   started_at: string;
 }
 

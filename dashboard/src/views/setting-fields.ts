@@ -113,7 +113,7 @@ export const ADVANCED: Group[] = [
     title: "Devices",
     trains: true,
     fields: [
-      { key: "devices.device", label: "Device", kind: "text", help: "auto means the first GPU, or the CPU if there is no GPU." },
+      { key: "devices.device", label: "Device", kind: "text", help: "auto means the first GPU, or the CPU if there is no GPU. Others are cpu, cuda, rocm, xpu and mps." },
       {
         key: "devices.precision",
         label: "Precision",

@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 import stat
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from importlib import resources
 from pathlib import Path
 
 from node.errors import MachineError, SwarmError
+from node.host.parent_death import launch_command
 from node.host.ports import listen_error
 from node.multiaddress import parse
 from node.swarm.transport.address_scope import interface_addresses, read_interfaces
@@ -36,14 +36,6 @@ STOP_TIMEOUT_S = 2.0
 MAX_BASE_CHARACTERS = 50
 """The path of a unix socket must stay under 104 bytes."""
 LOCK = "lock"
-_LAUNCH = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-"""Sets PR_SET_PDEATHSIG (1) to SIGKILL (9), then runs p2pd. The kernel sends the signal when the *thread* that forked
-ends, so the swarm's own thread must fork."""
 _ENVIRONMENT_DEFAULTS = {"GOLOG_LOG_LEVEL": "error,swarm2=warn"}
 """Warnings are on, because p2pd starts if it can listen on one of its addresses, and only warns about the others."""
 _ENVIRONMENT = {"LIBP2P_TCP_REUSEPORT": "false"}
@@ -217,7 +209,7 @@ async def start_daemon(options: DaemonOptions) -> Daemon:
     control = f"/unix{sockets.path}/control"
     with resources.as_file(resources.files("hivemind.hivemind_cli") / "p2pd") as binary:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(binary), f"-listen={control}", *options.arguments()),
+            *launch_command([str(binary), f"-listen={control}", *options.arguments()]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

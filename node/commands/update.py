@@ -1,0 +1,134 @@
+"""`update`: checks a signed release file, and installs its wheel only if told to.
+
+Nothing in this program calls it by itself. What is downloaded is checked before it is given to pip.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import tomllib
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from http.client import HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+
+from packaging.version import Version
+
+from node.commands.release_file import SIZE_MAX_BYTES, Release, read_release
+from node.config.manifest import PROTOCOL_VERSION
+from node.errors import MachineError, ReleaseError, UsageError
+from node.host.printable import printable
+
+SOURCE = Path(__file__).with_name("release.toml")
+TIMEOUT_S = 30.0
+LINE_LENGTH_MAX = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSource:
+    """Where releases are announced, and by whom they are signed."""
+
+    url: str
+    """URL with https, or the path of a file; empty if unknown."""
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of_this_program(cls, url: str | None = None) -> ReleaseSource:
+        """Read the source that the package contains. `url` replaces its address. Raises UsageError without a key."""
+        known = tomllib.loads(SOURCE.read_text(encoding="utf-8"))
+        source = cls(url or known["url"], tuple(known["keys"]))
+        if not source.keys:
+            raise UsageError(
+                "This build contains no release key, so it cannot check a release file: install a new version by hand."
+            )
+        if not source.url:
+            raise UsageError("This build does not know where releases are: name a release file with --from.")
+        return source
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    release: Release
+    is_newer: bool
+    """Whether the release is newer than this program."""
+
+    def __str__(self) -> str:
+        release = self.release
+        if not self.is_newer:
+            return f"This is the newest version, {release.version}."
+        lines = [f"Version {release.version} is available, of {release.released_at:%d %B %Y}."]
+        if release.protocol != PROTOCOL_VERSION:
+            lines.append(
+                f"It speaks protocol {release.protocol}, this program {PROTOCOL_VERSION}: it cannot continue a run of "
+                "this protocol. Finish the run first, or update all members together."
+            )
+        return "\n".join([*lines, *(printable(line, LINE_LENGTH_MAX) for line in release.notes.splitlines())])
+
+
+def check(source: ReleaseSource, version: str, now: datetime) -> Update:
+    """Read the release file. `version` is this program's. Raises ReleaseError, and for an older release as well."""
+    release = read_release(_read(source.url, SIZE_MAX_BYTES), source.keys, now)
+    if Version(release.version) < Version(version):
+        raise ReleaseError(
+            f"The release file announces version {release.version}, which is older than this program ({version}): "
+            "nothing is installed. Install an older version by hand if you want it.",
+            code="old_release",
+        )
+    return Update(release, Version(release.version) > Version(version))
+
+
+def install(source: ReleaseSource, release: Release, run: Callable[[Sequence[str]], int]) -> None:
+    """Download the wheel, compare it with the signed hash, and let pip install it into this environment.
+
+    `run` runs a command and returns its exit code. Raises ReleaseError for another file, and MachineError if pip fails.
+    """
+    if find_spec("pip") is None:
+        raise UsageError(
+            "This environment has no pip. If it is the container image, pull the new image and start it on the volume; "
+            "else install the wheel in the way in which you installed this version."
+        )
+    data = _read(_beside(source.url, release.wheel), release.size_bytes)
+    if len(data) != release.size_bytes or hashlib.sha256(data).hexdigest() != release.sha256:
+        raise ReleaseError(
+            f"{release.wheel} is not the file that the release file names: nothing is installed. Try again later.",
+            code="wrong_wheel",
+        )
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        wheel = Path(folder, release.wheel)
+        wheel.write_bytes(data)
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--upgrade", str(wheel)]
+        if run(command):
+            raise MachineError("pip could not install the new version: see its message above. The old one stays.")
+
+
+def pip(command: Sequence[str]) -> int:
+    return subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
+
+
+def _beside(url: str, name: str) -> str:
+    return urljoin(url, name) if urlsplit(url).scheme else str(Path(url).with_name(name))
+
+
+def _read(url: str, limit_bytes: int) -> bytes:
+    """Read a file or an https URL. Stops after `limit_bytes` + 1. Raises ReleaseError."""
+    scheme = urlsplit(url).scheme
+    if scheme not in ("", "https"):
+        raise ReleaseError(f"{url} is neither a file nor an https URL: name one.")
+    try:
+        if not scheme:
+            with Path(url).open("rb") as file:
+                return file.read(limit_bytes + 1)
+        request = urllib.request.Request(url, headers={"User-Agent": "diloco-node"})  # noqa: S310 - the scheme is checked
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+            return bytes(answer.read(limit_bytes + 1))
+    except (OSError, HTTPException, ValueError) as exc:
+        raise ReleaseError(
+            f"{url} cannot be read ({exc}): check the address and try again.", code="no_release"
+        ) from exc

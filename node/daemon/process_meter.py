@@ -1,0 +1,66 @@
+"""Measures memory and processor time of all processes of the node, by kind of process.
+
+`usage` is what `/metrics` shows. `sample` reads /proc and belongs on a thread; `watch` calls it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import psutil
+
+from node.api.node_interface import PROCESS_KINDS, ProcessUsage
+
+INTERVAL_S = 10.0
+P2PD = "p2pd"
+
+
+class ProcessMeter:
+    """Sums the processes of each kind. The processor time of processes that have ended stays in the sums."""
+
+    def __init__(self, worker_pid: Callable[[], int | None]) -> None:
+        """`worker_pid` returns the id of the running worker, or None."""
+        self.usage = ProcessUsage()
+        """The last measurement."""
+        self._worker_pid = worker_pid
+        self._own = psutil.Process()
+        self._cpu_s: dict[tuple[int, float], float] = {}
+        """Processor seconds of each process at the last sample, by process id and start."""
+
+    async def watch(self) -> None:
+        """Measure every INTERVAL_S, forever."""
+        while True:
+            await asyncio.to_thread(self.sample)
+            await asyncio.sleep(INTERVAL_S)
+
+    def sample(self) -> None:
+        """Measure all processes. A process that ends meanwhile is left out."""
+        worker_pid, memory = self._worker_pid(), dict.fromkeys(PROCESS_KINDS, 0)
+        cpu_s, seen = dict(self.usage.cpu_seconds), {}
+        for process in (self._own, *self._own.children(recursive=True)):
+            try:
+                with process.oneshot():
+                    kind = self._kind(process, worker_pid)
+                    times, rss, key = (
+                        process.cpu_times(),
+                        process.memory_info().rss,
+                        (process.pid, process.create_time()),
+                    )
+            except psutil.Error:
+                continue
+            memory[kind] += rss
+            seen[key] = times.user + times.system
+            cpu_s[kind] += max(0.0, seen[key] - self._cpu_s.get(key, 0.0))
+        self._cpu_s = seen
+        self.usage = ProcessUsage(memory, cpu_s)
+
+    def _kind(self, process: psutil.Process, worker_pid: int | None) -> str:
+        if process.pid == self._own.pid:
+            return "supervisor"
+        if process.pid == worker_pid:
+            return "worker"
+        if process.name() == P2PD:
+            return P2PD
+        is_of_worker = worker_pid is not None and any(parent.pid == worker_pid for parent in process.parents())
+        return "rank" if is_of_worker else "other"

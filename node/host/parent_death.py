@@ -1,0 +1,67 @@
+"""Ends a process together with its parent, so that no `kill -9` leaves a process of the node behind.
+
+On Linux the kernel does it. Elsewhere the process polls the id of its parent. Imports no torch, so the worker can call
+it before slow imports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 1.0
+BY_KERNEL = sys.platform == "linux"
+
+_LAUNCH = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {signal.SIGKILL:d})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""The kernel sends the signal when the *thread* that forked ends, so a long-lived thread must start the program."""
+_LAUNCH_AND_POLL = """
+import os, signal, subprocess, sys
+parent = os.getppid()
+program = subprocess.Popen(sys.argv[1:])
+signal.signal(signal.SIGTERM, lambda number, frame: program.terminate())
+while True:
+    try:
+        sys.exit(program.wait(0.2))
+    except subprocess.TimeoutExpired:
+        if os.getppid() != parent:
+            program.kill()
+"""
+
+
+def die_with_parent(parent: int, *, by_kernel: bool = BY_KERNEL) -> None:
+    """Kill this process when its parent dies. `parent` is the parent's process id.
+
+    Without the kernel's help, the processes of this process's group die with it if it leads one, at most POLL_S later.
+    """
+    if by_kernel:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_poll, args=(parent,), name="parent", daemon=True).start()
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def launch_command(command: Sequence[str], *, by_kernel: bool = BY_KERNEL) -> list[str]:
+    """Return the command that runs `command` and kills it when the process that started it dies.
+
+    Without the kernel's help, a second process stays as its parent and passes SIGTERM on.
+    """
+    return [sys.executable, "-I", "-S", "-c", _LAUNCH if by_kernel else _LAUNCH_AND_POLL, *command]
+
+
+def _poll(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,52 @@
+"""The sensors of the machine on each platform, from copies of what the systems say."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from node.daemon import host_sensors
+from node.daemon.host_sensors import idle_seconds, is_wsl, parse_hid_idle
+
+IOREG = """
+    | |   "HIDParameters" = {"HIDIdleTimeout"=1}
+    | |   "HIDIdleTime" = 93482916250
+"""
+
+
+@pytest.fixture(autouse=True)
+def _bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_sensors, "is_container", lambda: False)
+
+
+def test_idle_time_of_macos_is_read_in_nanoseconds() -> None:
+    assert parse_hid_idle(IOREG) == pytest.approx(93.48291625)
+    assert parse_hid_idle("") is None and parse_hid_idle('"HIDIdleTime" = none') is None
+
+
+def test_macos_asks_ioreg_for_the_users_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=IOREG))
+    idle_s, source = idle_seconds()
+    assert idle_s == pytest.approx(93.48291625) and source == "ioreg"
+
+    def no_ioreg(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("ioreg", 5)
+
+    monkeypatch.setattr(subprocess, "run", no_ioreg)
+    assert idle_seconds() == (None, "ioreg does not tell it")
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [("6.6.87.2-microsoft-standard-WSL2", True), ("4.4.0-19041-Microsoft", True), ("6.12.9-amd64", False)],
+)
+def test_wsl_is_known_by_its_kernel_and_does_not_see_the_user(
+    monkeypatch: pytest.MonkeyPatch, release: str, expected: bool
+) -> None:
+    monkeypatch.setattr(platform, "release", lambda: release)
+    assert is_wsl() is expected
+    assert (idle_seconds()[1] == "WSL2 does not see who uses Windows") is expected
