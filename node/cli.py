@@ -604,9 +604,9 @@ def _write_new(path: Path, text: str) -> None:
 def _verify(call: Call) -> int:
     file: Path = call.args.file.expanduser()
     if file.is_dir():
-        from node.commands.export import verify_export
+        from node.publication.model_folder import verify_model_folder
 
-        record = verify_export(file, call.loaded.config.node.hub_cache)
+        record = verify_model_folder(file, call.loaded.config.node.hub_cache)
         print(
             f"The export is valid.\nRun     {record.manifest_hash}\nRound   {record.round}\n"
             f"Digest  {record.state_digest}\nHead    {record.head}\n"

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from node.api.node_interface import Space, View
 from node.status import (
     FAILURE_REASONS,
+    PUBLISH_RESULTS,
     REACHABILITIES,
     REJECT_REASONS,
     TRANSPORTS,
@@ -73,6 +74,8 @@ COUNTERS = (
     CounterSpec("digest_mismatch", "Times that this node's state was not on the chain of rounds.", "digest_mismatches"),
     CounterSpec("peer_rejected", "Messages and contributions of peers that were rejected.",
                 "peers_rejected", "reason", REJECT_REASONS, "bad_message"),
+    CounterSpec("publications", "Rounds by what became of their publication at this node.",
+                "publications", "result", PUBLISH_RESULTS, "failed"),
     CounterSpec("network_sent_bytes", "Bytes sent to the swarm.", "network_sent_bytes", "channel", tuple(Channel)),
     CounterSpec("network_received_bytes", "Bytes received from the swarm.",
                 "network_received_bytes", "channel", tuple(Channel)),
@@ -240,6 +243,8 @@ def _swarm_gauges(view: View) -> Iterator[Metric]:
     text = "Mean cosine similarity of the last round's contributions."
     yield _gauge("contribution_cosine", text, last.contribution_cosine if last is not None else None)
     reached = {word: float(word == status.reachability) for word in REACHABILITIES}
+    text = "Newest round that this node published or found published; -1 before the first."
+    yield _gauge("published_round", text, status.publication.round)
     yield _labelled_gauge("reachability", "1 for the way in which other peers reach this node.", "status", reached)
 
 

@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 from pydantic import AfterValidator, Field, model_validator
 
 from node.config.manifest import RunConfig, Section, check_name
+from node.config.publish_address import parse_publish_address
 from node.config.weekly_hours import Hours, check_zone, parse_hours, parse_window, rejoin_windows
 from node.host.disk_quota import LEAST_BYTES, quota_bytes
 from node.multiaddress import parse, parse_plain
@@ -278,6 +279,27 @@ class NotifyConfig(Section):
     """Command to run, without a shell. Its environment has DILOCO_TITLE, DILOCO_CODE and DILOCO_TEXT."""
 
 
+def _check_publish_address(text: str) -> str:
+    return str(parse_publish_address(text)) if text else ""
+
+
+class PublishConfig(Section):
+    """Publications of the run: the model with a card, and all that `run --from` needs. The nodes of a run that publish
+    draw by hash whose turn it is, so one that dies is followed by the next, and nothing is published twice."""
+
+    to: Annotated[str, AfterValidator(_check_publish_address)] = ""
+    """Where this node publishes the run: `hub:OWNER/NAME`, a folder, or a URL that fsspec opens, such as
+    s3://bucket/folder. Empty means that it does not. All nodes that publish a run name the same place. Keys of a URL
+    come from the environment."""
+    every_rounds: int = Field(100, ge=1)
+    """Rounds from one publication to the next. The last round of the run is published as well."""
+    turn_s: float = Field(600.0, ge=1, le=86_400)
+    """Seconds after which the next drawn node publishes a round that the ones before it have not published."""
+    token_file: str = ""
+    """File with the token of the hub, which must be allowed to write. Empty means HF_TOKEN, or the login of this
+    user."""
+
+
 class MetricsConfig(Section):
     """The curves of the run: losses, learning rate, norms, members, bytes and seconds by round."""
 
@@ -308,5 +330,6 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     notify: NotifyConfig = NotifyConfig()
+    publish: PublishConfig = PublishConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()

@@ -29,6 +29,7 @@ from node.worker.counters import WorkCounters
 from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs
 from node.worker.loop import train
 from node.worker.orders import Orders, Waiter
+from node.worker.publishing import Publishing
 from node.worker.rank_processes import check_ranks, start_replica
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
@@ -70,7 +71,7 @@ class Worker:
             partial(self._reporter.notice, "disk_quota"),
         )
         self._orders = Orders(link, config, self._reporter, quota, self._round_s)
-        self._waiter = Waiter(self._reporter, self._orders.check)
+        self._waiter = Waiter(self._reporter, self._check)
         self._entry = RunEntry(
             start,
             config,
@@ -83,6 +84,7 @@ class Worker:
         )
         self._loading: Future[TrainingInputs] | None = None
         self._trainer: Trainer | None = None
+        self._publishing: Publishing | None = None
         self._unreachable_reason = ""
 
     def run(self) -> tuple[str, str]:
@@ -154,9 +156,36 @@ class Worker:
         self._reporter.enter(Phase.STARTING, "Loading text and model.", "loading")
         inputs = self._waiter.wait(self._loading)
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
-        with self._inner_trainer(run, inputs, ids) as inner, self._link.unsaved():
+        with (
+            self._inner_trainer(run, inputs, ids) as inner,
+            self._publish(session) as publishing,
+            self._link.unsaved(),
+        ):
             session.swarm.take_part(session.rules, session.tip, session.source)
-            self._train_and_resync(session, inner)
+            self._train_and_resync(session, inner, publishing)
+
+    @contextmanager
+    def _publish(self, session: Session) -> Iterator[Publishing]:
+        """Publish the run for the length of this block, if this node is to."""
+        config, swarm = self._config, session.swarm
+        publishing = Publishing(
+            config, session.manifest, session.store, self._reporter, self._counters, lambda: swarm.view
+        )
+        self._publishing = publishing
+        try:
+            if publishing.is_on:
+                swarm.tell_peers(publishes=True)
+            if session.checkpoint is not None and session.tip is not None:
+                publishing.saved(session.tip)
+            yield publishing
+        finally:
+            publishing.close()
+
+    def _check(self) -> None:
+        """What the main thread does between any two operations. Raises StopAsked."""
+        if self._publishing is not None:
+            self._publishing.attend()
+        self._orders.check()
 
     @contextmanager
     def _inner_trainer(self, run: RunConfig, inputs: TrainingInputs, ids: tuple[str, str]) -> Iterator[InnerTrainer]:
@@ -198,7 +227,7 @@ class Worker:
         logging.shutdown()
         os._exit(error.exit_code)
 
-    def _train_and_resync(self, session: Session, inner: InnerTrainer) -> None:
+    def _train_and_resync(self, session: Session, inner: InnerTrainer, publishing: Publishing) -> None:
         """Train until the run is complete. If this node loses its chain, continue from the other members' state."""
         exclusion, is_downloaded = ExclusionNotice(session.manifest.run.sync), True
         while True:
@@ -209,7 +238,8 @@ class Worker:
                 self._reporter,
                 self._counters,
                 exclusion,
-                self._orders.check,
+                publishing,
+                self._check,
                 partial(self._round_over, session),
             )
             try:
@@ -219,10 +249,13 @@ class Worker:
                 train(trainer)
                 trainer.save()
                 self._wait_for_peers(session, trainer.tip)
+                self._wait_for_publication(publishing)
                 return
             except Lost as exc:
                 trainer.abandon()
                 inner.reset_history()
+                if exc.cause.code != "far_behind":
+                    publishing.chain_left()
                 session, is_downloaded = self._resync(session, exc.cause)
             except (StopAsked, SwarmError):
                 trainer.save()
@@ -272,7 +305,7 @@ class Worker:
         self._reporter.tell(now=True)  # The supervisor stores the totals at the end of each round.
         session.store.drop_aside()
         self._orders.round_over()
-        self._orders.check()
+        self._check()
 
     def _wait_for_peers(self, session: Session, tip: Tip) -> None:
         """Stay until every live member has the last result, which it could not get after this node stops."""
@@ -284,6 +317,14 @@ class Worker:
             if all(row.round >= tip.round for row in rows):
                 return
             self._waiter.sleep(SERVE_POLL_S)
+
+    def _wait_for_publication(self, publishing: Publishing) -> None:
+        """Stay until the last round is published, by this node or by another one."""
+        reason = "The run is complete. This node waits until the last round is published."
+        while not publishing.is_over:
+            self._reporter.enter(Phase.DRAINING, reason, "publishing")
+            self._waiter.sleep(SERVE_POLL_S)
+        publishing.attend()
 
     # serving
 

@@ -17,6 +17,7 @@ from node.status import (
     PeersInfo,
     Phase,
     PhaseState,
+    PublicationInfo,
     Report,
     RoundRecord,
     RunInfo,
@@ -52,6 +53,7 @@ class Reporter:
         self.run = RunInfo()
         self.training = TrainingInfo()
         self.sync = SyncInfo()
+        self.publication = PublicationInfo()
         self._reported_at_s = 0.0
         self._devices: tuple[DeviceInfo, ...] = ()
         self._devices_at_s = 0.0
@@ -194,5 +196,6 @@ class Reporter:
             reachability_reason=view.reachability_reason,
             devices=self._devices,
             contribution=self._counters.contribution(counters),
+            publication=self.publication,
             counters=counters,
         )

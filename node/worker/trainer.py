@@ -33,6 +33,7 @@ from node.worker.credit_file import CreditFile
 from node.worker.encoder import Encoder, is_encodable
 from node.worker.evaluation import Evaluation
 from node.worker.inner_trainer import InnerTrainer
+from node.worker.publishing import Publishing
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import RoundLog
@@ -75,6 +76,7 @@ class Trainer:
         reporter: Reporter,
         counters: WorkCounters,
         exclusion: ExclusionNotice,
+        publishing: Publishing,
         check: Callable[[], None],
         on_contribution_over: Callable[[], None],
     ) -> None:
@@ -87,6 +89,7 @@ class Trainer:
         self._session, self._run, self._inner = session, session.manifest.run, inner
         self._reporter, self._counters = reporter, counters
         self._check, self._on_contribution_over = check, on_contribution_over
+        self._publishing = publishing
         self.tip: Tip = session.tip
         self._progress = Progress()
         self._settle_s = 0.0
@@ -102,7 +105,7 @@ class Trainer:
         self._sampler = TextSampler(self._run.sample, inner, session.folder)
         reporter.set_samples(self._sampler.newest)
         self._round_log = RoundLog(session, reporter, counters, exclusion)
-        self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults)
+        self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults, publishing.saved)
         self._schedule = CheckpointSchedule(self.tip.round, cfg.every_s, fragments)
         self._credit_file = CreditFile(session.folder, session.manifest)
         self._faults = StepFaults(session.swarm.faults, lambda: session.swarm.view.peer_id, lambda: self.tip)
@@ -387,9 +390,11 @@ class Trainer:
             committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s
         )
         self._reporter.set_evaluation_loss(self._evaluation.loss, record)
+        self._publishing.round_over(record)
         self._report_position()
         if self._has_caught_up:
-            self._schedule.round_over(self.tip.round)
+            is_needed = self._publishing.is_due(self.tip.round, self.tip.state.tokens)
+            self._schedule.round_over(self.tip.round, is_needed=is_needed)
         if contributed:
             self._on_contribution_over()
 
