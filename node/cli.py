@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from node import __version__
-from node.config.loader import Loaded, known_keys, load
+from node.config.loader import DEFAULT, PRESET_KEY, Loaded, known_keys, load
 from node.config.manifest import ANY_RUN
 from node.errors import MachineError, NodeError, UsageError
 
@@ -49,10 +49,16 @@ ANY_HELP = (
     "join a run of the directory: of the runs that this machine can train and that answer, the one with the most "
     "parameters; of several, the one with the most members. A data folder that has a run continues it"
 )
+FROM_HELP = (
+    "found a run that continues a publication (`publish.to`), with its parameters, momentum, tokens and settings: a "
+    "folder, hub:OWNER/NAME[@REVISION] or a URL of fsspec. Settings of [run] that you give replace its own. A data "
+    "folder that has a run continues that one"
+)
 RUN_EXAMPLES = """\
 Examples:
   diloco-node run --join diloco1-...
   diloco-node run --any --bootstrap peer.example:31337
+  diloco-node run --from hub:ada/tiny --run.total_tokens 4000000000
 """
 RUNS_EXAMPLES = """\
 Examples:
@@ -124,7 +130,7 @@ def _read_call(argv: Sequence[str], environ: Mapping[str, str]) -> Call:
     for option, key in OPTIONS_OF_KEYS.items():
         if getattr(args, option, None) is not None:
             flags += [f"--{key}={getattr(args, option)}"]
-    if "join" in args and args.join is None:
+    if "join" in args and args.join is None and getattr(args, "found_from", None) is None:
         args.join = environ.get("DILOCO_JOIN") or None
     if getattr(args, "any", False):
         args.join = ANY_RUN
@@ -205,6 +211,7 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
         which.add_argument("--join", metavar="INVITE", help="invite of a run, as printed by `diloco-node invite`")
         if name == "run":
             which.add_argument("--any", action="store_true", help=ANY_HELP)
+            which.add_argument("--from", dest="found_from", metavar="ADDRESS", help=FROM_HELP)
             _add_bootstrap(command)
             command.epilog = f"{RUN_EXAMPLES}\n{EPILOG}"
         command.add_argument("--name", metavar="NAME", help="name of this node, shown to the other members")
@@ -333,6 +340,7 @@ def _run(call: Call) -> int:
 
     os.umask(0o077)  # All that the node and its processes write is for this user only.
     config, origins, join = call.loaded.config, call.loaded.origins, call.args.join
+    found_from = _found_from(call)
     if join is not None:
         from node.config.manifest import parse_invite
 
@@ -355,7 +363,33 @@ def _run(call: Call) -> int:
     logs.configure(config.log.level, config.log.format, to=console if has_live_line else sys.stderr)
     mode: Literal["train", "relay"] = "relay" if call.args.command == "relay" else "train"
     with LiveView(console, call.data_dir, line=has_live_line, pid=os.getpid()) as view:
-        return app.run(config, join=join, mode=mode, on_status=view.update, parts=app.Parts(origins=origins))
+        parts = app.Parts(origins=origins, found_from=found_from)
+        return app.run(config, join=join, mode=mode, on_status=view.update, parts=parts)
+
+
+def _own_run_keys(loaded: Loaded) -> list[str]:
+    """The keys of [run] that the owner has set: in a file, in the environment, as flags or by a preset of choice."""
+    presets = () if loaded.origins[PRESET_KEY] != DEFAULT else ("preset ",)
+    return [
+        key
+        for key, origin in loaded.origins.items()
+        if key.startswith("run.") and key != PRESET_KEY and not origin.startswith((DEFAULT, *presets))
+    ]
+
+
+def _found_from(call: Call) -> Any:
+    """The publication of `run --from`; None without that option. Raises UsageError for a bad address."""
+    from node.config.publish_address import parse_publish_address
+    from node.worker_protocol import FoundFrom
+
+    text = getattr(call.args, "found_from", None)
+    if text is None:
+        return None
+    try:
+        address = parse_publish_address(text, may_have_revision=True)
+    except ValueError as exc:
+        raise UsageError(f"--from {text} is not allowed: {exc}.") from exc
+    return FoundFrom(address=str(address), own_keys=tuple(_own_run_keys(call.loaded)))
 
 
 def _status(call: Call) -> int:

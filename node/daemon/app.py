@@ -47,6 +47,7 @@ from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice
 from node.host.revision import revision
 from node.status import NodeInfo, Notice, PhaseState, Status, utc_now
+from node.worker_protocol import FoundFrom
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class Parts:
     clock: Callable[[], datetime] = now_utc
     """The wall clock of pauses and scheduled hours."""
     sensors: HostSensors = field(default_factory=HostSensors)
+    found_from: FoundFrom | None = None
+    """The publication from which this node founds a run, if it has none."""
 
 
 def run(
@@ -124,6 +127,7 @@ async def _run(
         build=build,
         mode=mode,
         join=join,
+        found_from=parts.found_from,
         worker_command=parts.worker_command,
         timings=parts.timings,
     )

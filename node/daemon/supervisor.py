@@ -39,6 +39,7 @@ from node.worker_protocol import (
     Adjust,
     DurationReport,
     Ended,
+    FoundFrom,
     ListenReport,
     LogReport,
     NoticeReport,
@@ -78,6 +79,7 @@ class Supervisor:
         build: Build,
         mode: Mode,
         join: str | None,
+        found_from: FoundFrom | None = None,
         worker_command: Sequence[str],
         timings: SupervisorTimings,
     ) -> None:
@@ -85,7 +87,7 @@ class Supervisor:
         self.metrics = Metrics(build, self.view, space=lambda: disk.space, known=known)
         self._config, self._pause_policy = config, pause_policy
         self._directory, self._state, self._disk, self._month = directory, state, disk, month
-        self._mode, self._join = mode, join
+        self._mode, self._join, self._found_from = mode, join, found_from
         self._timings = timings
         self._worker = WorkerWatchdog(worker_command, timings, self._receive)
         self._port_hold = ports.PortHold()
@@ -305,6 +307,7 @@ class Supervisor:
             mode=mode,
             config=config.model_dump(mode="json"),
             join=self._join,
+            found_from=self._found_from,
             may_move_port=self._config.may_move_port,
             held_addresses=self._port_hold.addresses,
             counters=self._state.counters,

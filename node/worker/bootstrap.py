@@ -247,7 +247,7 @@ class Worker:
                 if session.checkpoint is None and is_downloaded:
                     trainer.save()  # Serve the downloaded state, and do not download it again after a restart.
                 train(trainer)
-                trainer.save()
+                trainer.save(cancels=False)  # The round before the last one may be due to be published as well.
                 self._wait_for_peers(session, trainer.tip)
                 self._wait_for_publication(publishing)
                 return

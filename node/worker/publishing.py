@@ -79,7 +79,8 @@ class Publishing:
 
     def saved(self, tip: Tip) -> None:
         """Let the round wait for its publication if it is due. Its checkpoint is on the disk."""
-        if not self.is_due(tip.round, tip.state.tokens) or tip.head == self._newest_added:
+        is_first = tip.proof is None  # The state from which the run was founded.
+        if is_first or tip.head == self._newest_added or not self.is_due(tip.round, tip.state.tokens):
             return
         view = self._view()
         rank = rank_of(tip.head, view.peer_id, {row.peer_id for row in view.rows if row.publishes})

@@ -114,6 +114,8 @@ class Trainer:
             self._start_text()
         else:
             inner.resume(saved)
+            if not saved.text:  # The checkpoint of a founder, whose first round is not 0 if the run continues another.
+                inner.text.start_round(self.tip.round + 1)
             inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
             self._progress = Progress(saved.inner_step)
             self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
@@ -424,15 +426,16 @@ class Trainer:
 
     # checkpoints and the end
 
-    def save(self) -> None:
+    def save(self, *, cancels: bool = True) -> None:
         """Write a checkpoint of outer and local state to the disk. Raises MachineError if the disk does not take it.
 
-        A checkpoint that is being written is cancelled, so that a stop does not write two. Nothing is written if the
-        checkpoint that this trainer resumed from is still up to date.
+        A checkpoint that is being written is cancelled, so that a stop does not write two, unless `cancels` is false.
+        Nothing is written if the checkpoint that this trainer resumed from is still up to date.
         """
         if self._position == self._resumed_at:
             return
-        self._checkpointer.cancel()
+        if cancels:
+            self._checkpointer.cancel()
         self._wait_for_checkpoint()
         self._begin_checkpoint()
         self._wait_for_checkpoint()
