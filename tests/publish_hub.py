@@ -112,7 +112,6 @@ class _Handler(BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def answer_for(self, hub: PublishHub, body: bytes) -> None:
-        print(self.command, self.path, file=__import__("sys").stderr)
         path = unquote(self.path.partition("?")[0])
         if self.command == "POST" and hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
             self.send({"error": "Invalid credentials"}, 401)

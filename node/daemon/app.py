@@ -131,8 +131,7 @@ async def _run(
         worker_command=parts.worker_command,
         timings=parts.timings,
     )
-    clocks = Clocks(time.time, time.monotonic)
-    history = HistoryStore(directory.path / "history", clocks, supervisor.metrics.totals, trains=mode == "train")
+    history = _open_history(directory, supervisor, mode)
     server = _make_server(supervisor, history, directory, config, build, sock, tls)
     with handle_logs(state, directory.path / FOLDER, config.log.format):
         try:
@@ -150,6 +149,11 @@ async def _run(
         finally:
             state.record_to()
             history.close()
+
+
+def _open_history(directory: DataDirectory, supervisor: Supervisor, mode: Mode) -> HistoryStore:
+    clocks = Clocks(time.time, time.monotonic)
+    return HistoryStore(directory.path / "history", clocks, supervisor.metrics.totals, trains=mode == "train")
 
 
 def _make_server(

@@ -181,15 +181,12 @@ class HubStore:
         self._api.create_tag(self._name, tag=revision, revision=commit, exist_ok=True)
 
     def fetch(self, target: Path) -> Path:
-        from huggingface_hub import snapshot_download
-
         with self._translated():
             return Path(
-                snapshot_download(
+                self._api.snapshot_download(
                     self._name,
                     revision=self._revision or MAIN,
                     cache_dir=target,
-                    token=self._api.token,
                     ignore_patterns=["*.gguf", ".gitattributes"],
                 )
             )

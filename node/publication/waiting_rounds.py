@@ -1,7 +1,7 @@
 """The rounds of a data folder that wait for a duty after their commit: to be published, or to be evaluated.
 
     DUTY/round-00000012-0123456789abcdef/    named as the revision (`stores.revision_of`)
-        outer.safetensors, meta.json    the outer state, as in the checkpoint (`CheckpointStore.link_outer`)
+        outer.safetensors, meta.json    the outer state, for `training.checkpoint.read_outer`
         turn.json                       `Turn`: when this node's turn comes
 
 The worker adds a round, and another process works on it and removes it. So a round that waits survives a kill of both.
@@ -14,16 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pydantic import ValidationError
 
 from node.host.files import sync_folder, write_whole
 from node.publication.stores import revision_of, round_of
 from node.status import Value
-
-if TYPE_CHECKING:  # It imports torch, and a process that waits for its turn should be small.
-    from node.training.checkpoint import Checkpoint
 
 TURN_FILE = "turn.json"
 MOST_WAITING = 4
@@ -60,12 +57,6 @@ class WaitingRound:
     def is_given_up(self) -> bool:
         """Whether it was removed."""
         return not (self.folder / TURN_FILE).exists()
-
-    def read(self) -> Checkpoint:
-        """Read the outer state. Raises as `read_outer`."""
-        from node.training.checkpoint import read_outer
-
-        return read_outer(self.folder)
 
     def waits_s(self, turn_s: float, now_s: float) -> float:
         """Seconds until this node's turn, if each turn takes `turn_s`. A clock that was set back adds none."""

@@ -65,12 +65,13 @@ def make_publisher(start: PublisherStart, tell: Callable[[PublishEvent], None]) 
     def write(waiting: WaitingRound, target: Path) -> None:
         from node.publication.model_card import read_curve
         from node.publication.model_folder import write_model_folder
+        from node.training.checkpoint import read_outer
         from node.training.tokenizer import open_tokenizer
 
         manifest = read_manifest((config.node.data_dir / "manifest.json").read_bytes())
         write_model_folder(
             manifest,
-            waiting.read(),
+            read_outer(waiting.folder),
             target,
             tokenizer=open_tokenizer(manifest.run.data.tokenizer, config.node.text_folder, config.node.hub_cache),
             command=publish_command(config),

@@ -26,6 +26,7 @@ from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import MOST_LOSS
 from node.training.algorithm import inner_learning_rate
+from node.training.checkpoint import Checkpoint
 from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_checkpoint
 from node.worker.contribution import ContributionTracker, FragmentUpdate
 from node.worker.counters import WorkCounters
@@ -113,15 +114,18 @@ class Trainer:
             inner.start(self.tip.state.anchor)
             self._start_text()
         else:
-            inner.resume(saved)
-            if not saved.text:  # The checkpoint of a founder, whose first round is not 0 if the run continues another.
-                inner.text.start_round(self.tip.round + 1)
-            inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
-            self._progress = Progress(saved.inner_step)
-            self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
+            self._resume(saved)
         self._resumed_at = self._position if saved is not None else None
         """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
         self._report_position()
+
+    def _resume(self, saved: Checkpoint) -> None:
+        self._inner.resume(saved)
+        if not saved.text:  # The checkpoint of a founder, whose first round is not 0 if the run continues another.
+            self._inner.text.start_round(self.tip.round + 1)
+        self._inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
+        self._progress = Progress(saved.inner_step)
+        self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
 
     @property
     def _position(self) -> tuple[str, int]:
