@@ -37,7 +37,10 @@ examples:
 
 """
 OWNER_ACTIONS = ("show", "set", "token", "join", "leave")
-OPTIONS_OF_KEYS = {"data_dir": "node.data_dir", "name": "node.name", "bootstrap": "swarm.bootstrap"}
+OPTIONS_OF_KEYS = {
+    "data_dir": "node.data_dir", "name": "node.name", "bootstrap": "swarm.bootstrap", "to": "publish.to",
+    "tasks": "evaluate.tasks",
+}  # fmt: skip
 """Options that are short for settings."""
 EPILOG = """\
 Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
@@ -78,6 +81,13 @@ Examples:
   diloco-node serve --data-dir .data/first
   curl http://127.0.0.1:8000/v1/completions -H "Authorization: Bearer $(cat .data/first/api-token)" \\
     -H "Content-Type: application/json" -d '{"model": "NAME OF THE RUN", "prompt": "def main(", "max_tokens": 50}'
+"""
+
+
+EVALUATE_EXAMPLES = """\
+Examples:
+  diloco-node evaluate my-model --tasks arc_easy,hellaswag --evaluate.limit 200
+  diloco-node evaluate my-model --tasks my_task --evaluate.task_dir tasks    # without network
 """
 
 
@@ -270,6 +280,7 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     command.add_argument("--badge", metavar="FILE", type=Path, help="also write a badge (SVG)")
     command = add("verify", _verify, "check a certificate or an exported model, without network")
     command.add_argument("file", metavar="FILE", type=Path, help="what `certificate` or `export` has written")
+    _add_publication_commands(add)
     _add_owner_command(add)
     command = add("generate", _generate, "continue a text with the current model")
     command.add_argument("text", metavar="TEXT", help="beginning of the text")
@@ -279,6 +290,16 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     )
     command.add_argument("--seed", metavar="N", type=int, help="seed for a reproducible sample")
     _add_serve(add)
+
+
+def _add_publication_commands(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    command = add("publish", _publish, "publish the newest round now, whether it is due or not")
+    command.add_argument("to", metavar="ADDRESS", nargs="?", help="folder, hub:OWNER/NAME or URL (default: publish.to)")
+    command = add("evaluate", _evaluate, "evaluate an exported or published model on tasks of lm-eval")
+    command.add_argument("folder", metavar="DIR", type=Path, help="what `export` or a publication has written")
+    command.add_argument("--tasks", metavar="NAMES", help="tasks, with commas (short for --evaluate.tasks)")
+    command.add_argument("--json", action="store_true", help="print the scores as JSON")
+    command.epilog = f"{EVALUATE_EXAMPLES}\n{EPILOG}"
 
 
 def _add_serve(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
@@ -681,6 +702,26 @@ def _export(call: Call) -> int:
     target: Path = call.args.folder
     number = export(call.loaded.config, target.expanduser(), with_gguf=call.args.gguf)
     print(f"Wrote the model after round {number} to {target}.")
+    return 0
+
+
+def _publish(call: Call) -> int:
+    from node.commands.publish import publish_now
+
+    print(publish_now(call.loaded.config))
+    return 0
+
+
+def _evaluate(call: Call) -> int:
+    from node.commands.evaluate import evaluate
+
+    scores = evaluate(call.loaded.config, call.args.folder.expanduser())
+    if call.args.json:
+        print(json.dumps(scores, indent=2))
+        return 0
+    width = max(map(len, scores), default=0)
+    for name, score in scores.items():
+        print(f"{name:<{width}}  {score:.6f}")
     return 0
 
 

@@ -174,6 +174,17 @@ class Sample(Value):
     text: str
 
 
+class TaskScore(Value):
+    """The score of the swarm's newest evaluated state in one task: the median of the members that evaluated it."""
+
+    name: str
+    """TASK/METRIC."""
+    score: float
+    round: int
+    members: int
+    """Number of members that evaluated it."""
+
+
 class TrainingInfo(Value):
     loss: float | None = None
     """Mean cross-entropy of the last inner step, nats per token."""
@@ -187,6 +198,8 @@ class TrainingInfo(Value):
     tokens_per_second: float = 0.0
     samples: tuple[Sample, ...] = ()
     """The newest samples of the model's text, one for each prompt of the run; empty if this node has made none."""
+    task_scores: tuple[TaskScore, ...] = ()
+    """Scores of the swarm in evaluation tasks, by name; empty if no member evaluates on tasks."""
 
 
 class Member(Value):
@@ -286,7 +299,7 @@ class TaskScores(Value):
 
     round: int = Field(ge=-1, lt=2**63)
     state_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-    scores: dict[TaskName, Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]] = Field(max_length=16)
+    scores: dict[TaskName, Annotated[float, Field(allow_inf_nan=False)]] = Field(max_length=16)
 
 
 class PeersInfo(Value):

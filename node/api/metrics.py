@@ -225,6 +225,9 @@ def _node_gauges(view: View) -> Iterator[Metric]:
     yield _gauge("training_loss", "Loss of the last inner step, nats per token; NaN before it.", training.loss)
     evaluation = "Loss of the anchor on the held-out split; NaN before it."
     yield _gauge("evaluation_loss", evaluation, training.evaluation_loss)
+    scores = {score.name: score.score for score in training.task_scores}
+    text = "Median score of the members in an evaluation task. Series exist only for tasks that members evaluate."
+    yield _labelled_gauge("task_score", text, "task", scores)
     yield _gauge("learning_rate", "Inner learning rate.", training.learning_rate)
 
 

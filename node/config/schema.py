@@ -300,6 +300,26 @@ class PublishConfig(Section):
     user."""
 
 
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,40}$")]
+
+
+class EvaluateConfig(Section):
+    """Evaluation of the model on tasks of lm-eval, on the CPU and at low priority: `pip install diloco-node[eval]`. The
+    nodes of a run that name tasks are drawn by hash. All members see the medians."""
+
+    tasks: tuple[TaskName, ...] = ()
+    """Tasks of lm-eval, or of files in `task_dir`. Empty means that this node does not evaluate on tasks. Many data
+    sets come from the hub."""
+    task_dir: str = ""
+    """Folder with own task files (YAML) of lm-eval. Such a file can run code, so use only files that you trust."""
+    every_rounds: int = Field(100, ge=1)
+    """Rounds from one evaluation to the next."""
+    members: int = Field(3, ge=1)
+    """Number of nodes that are drawn for each evaluation, of those that name tasks."""
+    limit: int = Field(0, ge=0)
+    """Most examples of each task; 0 means all."""
+
+
 class MetricsConfig(Section):
     """The curves of the run: losses, learning rate, norms, members, bytes and seconds by round."""
 
@@ -331,5 +351,6 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     notify: NotifyConfig = NotifyConfig()
     publish: PublishConfig = PublishConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()

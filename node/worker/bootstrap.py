@@ -26,6 +26,7 @@ from node.swarm.state_sync.catch_up import ResyncCause
 from node.training.device import ComputeDevice, choose_device, describe, gpu_uuid
 from node.training.fit import check_fit
 from node.worker.counters import WorkCounters
+from node.worker.duties import Duties
 from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs
 from node.worker.loop import train
 from node.worker.orders import Orders, Waiter
@@ -37,6 +38,7 @@ from node.worker.round_log import make_dropped_record
 from node.worker.run_entry import RunEntry
 from node.worker.session import Session, invite_of
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
+from node.worker.task_evaluation import TaskEvaluation
 from node.worker.trainer import Trainer
 from node.worker_protocol import Ended, Start
 
@@ -84,7 +86,7 @@ class Worker:
         )
         self._loading: Future[TrainingInputs] | None = None
         self._trainer: Trainer | None = None
-        self._publishing: Publishing | None = None
+        self._duties: Duties | None = None
         self._unreachable_reason = ""
 
     def run(self) -> tuple[str, str]:
@@ -158,33 +160,34 @@ class Worker:
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
         with (
             self._inner_trainer(run, inputs, ids) as inner,
-            self._publish(session) as publishing,
+            self._begin_duties(session) as duties,
             self._link.unsaved(),
         ):
             session.swarm.take_part(session.rules, session.tip, session.source)
-            self._train_and_resync(session, inner, publishing)
+            self._train_and_resync(session, inner, duties)
 
     @contextmanager
-    def _publish(self, session: Session) -> Iterator[Publishing]:
-        """Publish the run for the length of this block, if this node is to."""
-        config, swarm = self._config, session.swarm
-        publishing = Publishing(
-            config, session.manifest, session.store, self._reporter, self._counters, lambda: swarm.view
+    def _begin_duties(self, session: Session) -> Iterator[Duties]:
+        """Publish and evaluate rounds for the length of this block, as far as this node is to."""
+        config, swarm, store, reporter = self._config, session.swarm, session.store, self._reporter
+        duties = self._duties = Duties(
+            Publishing(config, session.manifest, store, reporter, self._counters, lambda: swarm.view),
+            TaskEvaluation(config, store, reporter, lambda: swarm.view, lambda s: swarm.tell_peers(evaluation=s)),
         )
-        self._publishing = publishing
         try:
-            if publishing.is_on:
-                swarm.tell_peers(publishes=True)
-            if session.checkpoint is not None and session.tip is not None:
-                publishing.saved(session.tip)
-            yield publishing
+            swarm.tell_peers(publishes=duties.publishing.is_on, evaluates=duties.evaluation.is_on)
+            if session.tip is not None:
+                duties.evaluation.know(session.tip.round, session.tip.digest)
+                if session.checkpoint is not None:
+                    duties.saved(session.tip)
+            yield duties
         finally:
-            publishing.close()
+            duties.close()
 
     def _check(self) -> None:
         """What the main thread does between any two operations. Raises StopAsked."""
-        if self._publishing is not None:
-            self._publishing.attend()
+        if self._duties is not None:
+            self._duties.attend()
         self._orders.check()
 
     @contextmanager
@@ -227,7 +230,7 @@ class Worker:
         logging.shutdown()
         os._exit(error.exit_code)
 
-    def _train_and_resync(self, session: Session, inner: InnerTrainer, publishing: Publishing) -> None:
+    def _train_and_resync(self, session: Session, inner: InnerTrainer, duties: Duties) -> None:
         """Train until the run is complete. If this node loses its chain, continue from the other members' state."""
         exclusion, is_downloaded = ExclusionNotice(session.manifest.run.sync), True
         while True:
@@ -238,7 +241,7 @@ class Worker:
                 self._reporter,
                 self._counters,
                 exclusion,
-                publishing,
+                duties,
                 self._check,
                 partial(self._round_over, session),
             )
@@ -249,13 +252,13 @@ class Worker:
                 train(trainer)
                 trainer.save(cancels=False)  # The round before the last one may be due to be published as well.
                 self._wait_for_peers(session, trainer.tip)
-                self._wait_for_publication(publishing)
+                self._wait_for_publication(duties.publishing)
                 return
             except Lost as exc:
                 trainer.abandon()
                 inner.reset_history()
                 if exc.cause.code != "far_behind":
-                    publishing.chain_left()
+                    duties.chain_left()
                 session, is_downloaded = self._resync(session, exc.cause)
             except (StopAsked, SwarmError):
                 trainer.save()

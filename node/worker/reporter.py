@@ -23,6 +23,7 @@ from node.status import (
     RunInfo,
     Sample,
     SyncInfo,
+    TaskScore,
     TrainingInfo,
     utc_now,
 )
@@ -109,6 +110,9 @@ class Reporter:
 
     def set_samples(self, samples: tuple[Sample, ...]) -> None:
         self.training = self.training.model_copy(update={"samples": samples})
+
+    def set_task_scores(self, scores: tuple[TaskScore, ...]) -> None:
+        self.training = self.training.model_copy(update={"task_scores": scores})
 
     def set_position(self, manifest: Manifest, tip: Tip) -> None:
         """Report the node's position in the run."""

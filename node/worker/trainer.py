@@ -31,10 +31,10 @@ from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_ch
 from node.worker.contribution import ContributionTracker, FragmentUpdate
 from node.worker.counters import WorkCounters
 from node.worker.credit_file import CreditFile
+from node.worker.duties import Duties
 from node.worker.encoder import Encoder, is_encodable
 from node.worker.evaluation import Evaluation
 from node.worker.inner_trainer import InnerTrainer
-from node.worker.publishing import Publishing
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import RoundLog
@@ -77,7 +77,7 @@ class Trainer:
         reporter: Reporter,
         counters: WorkCounters,
         exclusion: ExclusionNotice,
-        publishing: Publishing,
+        duties: Duties,
         check: Callable[[], None],
         on_contribution_over: Callable[[], None],
     ) -> None:
@@ -90,7 +90,7 @@ class Trainer:
         self._session, self._run, self._inner = session, session.manifest.run, inner
         self._reporter, self._counters = reporter, counters
         self._check, self._on_contribution_over = check, on_contribution_over
-        self._publishing = publishing
+        self._duties = duties
         self.tip: Tip = session.tip
         self._progress = Progress()
         self._settle_s = 0.0
@@ -106,7 +106,7 @@ class Trainer:
         self._sampler = TextSampler(self._run.sample, inner, session.folder)
         reporter.set_samples(self._sampler.newest)
         self._round_log = RoundLog(session, reporter, counters, exclusion)
-        self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults, publishing.saved)
+        self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults, duties.saved)
         self._schedule = CheckpointSchedule(self.tip.round, cfg.every_s, fragments)
         self._credit_file = CreditFile(session.folder, session.manifest)
         self._faults = StepFaults(session.swarm.faults, lambda: session.swarm.view.peer_id, lambda: self.tip)
@@ -396,11 +396,10 @@ class Trainer:
             committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s
         )
         self._reporter.set_evaluation_loss(self._evaluation.loss, record)
-        self._publishing.round_over(record)
+        self._duties.round_over(record)
         self._report_position()
         if self._has_caught_up:
-            is_needed = self._publishing.is_due(self.tip.round, self.tip.state.tokens)
-            self._schedule.round_over(self.tip.round, is_needed=is_needed)
+            self._schedule.round_over(self.tip.round, is_needed=self._duties.needs_checkpoint(self.tip))
         if contributed:
             self._on_contribution_over()
 

@@ -35,7 +35,7 @@ from node.publication.model_folder import verify_model_folder
 from node.publication.publisher import Publisher
 from node.publication.stores import COMPLETE, revision_of
 from node.publication.waiting_rounds import WaitingRounds
-from node.worker.publisher import FOLDER, PublisherStart, make_publisher
+from node.worker.publisher import FOLDER, SCRATCH, PublisherStart, make_publisher
 from node.worker.publishing import rank_of
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import ROOT, end_all_on_sigterm
@@ -46,8 +46,10 @@ PUBLISHERS = tuple(f"12D3KooWpublisher{number}" for number in range(3))
 TURN_S = 1.5
 DELAY_S = 0.04
 """A publisher waits so long at each file and request."""
-SPAN_S = 2.5
-"""A kill comes within this time after the one before. A publication takes about as long."""
+SPAN_S = 0.8
+"""A kill comes within this time after a publisher has begun with a round. A publication takes about as long."""
+AIMED_RATIO = 0.8
+"""Share of the kills that hit the publisher that has begun, if it still works. The others hit any."""
 AT_ONCE_RATIO = 0.5
 """Share of the killed publishers that start again at once."""
 END_S = 120.0
@@ -105,7 +107,7 @@ class Contest:
         self._kept_dead: set[str] = set()
         """Publishers that were killed and start with the next round."""
         self.added: list[str] = []
-        self.kills = self.idle_kills = 0
+        self.kills = self.kills_at_work = 0
         self.results: Counter[str] = Counter()
         (folder / PREPARED).mkdir(parents=True)
 
@@ -121,8 +123,18 @@ class Contest:
         self._kept_dead.clear()
 
     @property
-    def is_done(self) -> bool:
-        return not any(rounds.all() for rounds in self._rounds.values())
+    def _is_done(self) -> bool:
+        """Whether no round waits at a publisher that may start."""
+        return not any(rounds.all() for peer, rounds in self._rounds.items() if peer not in self._kept_dead)
+
+    @property
+    def _at_work(self) -> list[str]:
+        """The live publishers that have begun with a round."""
+        return [
+            peer
+            for peer, process in self._processes.items()
+            if process.poll() is None and any((self._folder / peer / FOLDER / SCRATCH).glob("*"))
+        ]
 
     def keep_alive(self) -> None:
         """Start the publishers that have something to do."""
@@ -156,12 +168,15 @@ class Contest:
         process.wait()
 
     def kill_one(self) -> None:
-        self.keep_alive()
+        """Wait until a publisher has begun and for a random time, and kill one."""
+        self._run_until(lambda: bool(self._at_work) or self._is_done)
+        time.sleep(self._rng.uniform(0.0, SPAN_S))
+        at_work = self._at_work
         live = [peer for peer, process in self._processes.items() if process.poll() is None]
         if not live:
-            self.idle_kills += 1
             return
-        peer = self._rng.choice(live)
+        peer = self._rng.choice(at_work if at_work and self._rng.random() < AIMED_RATIO else live)
+        self.kills_at_work += peer in at_work
         process = self._processes.pop(peer)
         process.kill()
         self._collect(process)
@@ -169,14 +184,18 @@ class Contest:
         if self._rng.random() >= AT_ONCE_RATIO and len(self._kept_dead) < len(PUBLISHERS) - 1:
             self._kept_dead.add(peer)
 
-    def finish(self) -> None:
-        """Let all publishers work to the end. Raises AssertionError if they do not end."""
-        self._kept_dead.clear()
+    def finish(self, *, with_all: bool = False) -> None:
+        """Let the publishers work until no round waits. Those that are kept dead stay so, unless `with_all`."""
+        if with_all:
+            self._kept_dead.clear()
+        self._run_until(lambda: self._is_done)
+
+    def _run_until(self, condition: Callable[[], bool]) -> None:
         end_s = time.monotonic() + END_S
-        while not self.is_done:
+        while not condition():
             assert time.monotonic() < end_s, f"{self._address}: rounds still wait after {END_S:g} s"
             self.keep_alive()
-            time.sleep(0.1)
+            time.sleep(0.02)
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -294,12 +313,11 @@ def play(folder: Path, kind: str, kills: int, seed: int, minutes: float = 30.0) 
         contest = Contest(folder / "nodes", address, environment, rng)
         try:
             while contest.kills < kills and time.monotonic() - began_s < 60 * minutes:
-                if contest.is_done:
-                    contest.add_round(next(made))
-                time.sleep(rng.uniform(0.0, SPAN_S))
-                contest.kill_one()
-            contest.add_round(next(made))
-            contest.finish()
+                contest.add_round(next(made))
+                for _ in range(rng.choice((1, 1, 2))):
+                    contest.kill_one()
+                contest.finish()
+            contest.finish(with_all=True)
         finally:
             contest.close()
         found = read(folder / "read")
@@ -307,6 +325,7 @@ def play(folder: Path, kind: str, kills: int, seed: int, minutes: float = 30.0) 
     return {
         "place": kind,
         "kills": contest.kills,
+        "kills_at_work": contest.kills_at_work,
         "rounds": len(contest.added),
         "results": dict(contest.results),
         "seconds": round(time.monotonic() - began_s),
@@ -326,9 +345,10 @@ def judge(series: list[Series]) -> Result:
             ("there once", sum(len(one["twice"]) + len(one["unknown"]) for one in places)),
         )
     ]
+    kills, at_work = (sum(one[what] for one in places) for what in ("kills", "kills_at_work"))
     notes = [
         *(run.note for run in series),
-        f"{sum(one['kills'] for one in places)} kills of publishers, {rounds} rounds, {faults} faults.",
+        f"{kills} kills of publishers, {at_work} of them in mid-publication; {rounds} rounds, {faults} faults.",
         *(f"{one['place']}: {one['kills']} kills, {one['rounds']} rounds, {one['results']}" for one in places),
     ]
     return Result("publishing", figures, notes, {"series": [asdict(run) for run in series]})
