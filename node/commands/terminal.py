@@ -18,7 +18,7 @@ from rich.text import Text
 
 from node.api.leaderboard import same_name
 from node.commands.client import read_address
-from node.status import MonthUsage, PeerRow, Phase, RunInfo, Status
+from node.status import MonthUsage, PeerRow, Phase, PublicationInfo, RunInfo, Status
 
 COLORS = {
     Phase.TRAINING: "green",
@@ -148,6 +148,10 @@ def describe(status: Status, link: str = "") -> str:
         ("given", f"{contribution.tokens_total:,} tokens, {joined}"),
         ("merged", f"{contribution.tokens_merged:,} tokens, {contribution.tokens_discarded:,} discarded"),
     ]
+    if training.task_scores:
+        rows.append(("tasks", ", ".join(f"{score.name} {score.score:.4f}" for score in training.task_scores)))
+    if status.publication.to:
+        rows.append(("published", _publication_line(status.publication)))
     if status.month.month:
         rows.append(("month", _month_line(status.month)))
     if status.reachability_reason:
@@ -157,6 +161,14 @@ def describe(status: Status, link: str = "") -> str:
     rows += [("notice", notice.text) for notice in status.notices]
     head = f"{status.phase.value} since {status.since}: {status.reason}"
     return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
+
+
+def _publication_line(publication: PublicationInfo) -> str:
+    if publication.problem:
+        return publication.problem
+    newest = f"round {publication.round} at" if publication.round >= 0 else "nothing yet at"
+    waiting = f"; {publication.waiting} rounds wait" if publication.waiting else ""
+    return f"{newest} {publication.to}{waiting}"
 
 
 def _run_line(run: RunInfo) -> str:

@@ -164,6 +164,9 @@ export interface PeerRow {
   owner_name: string;
   team: string;
   compute_utilization_ratio: number | null;
+  publishes: boolean;
+  evaluates: boolean;
+  evaluation: TaskScores | null;
   digest_agrees: boolean | null;
 }
 
@@ -225,6 +228,7 @@ export interface PublicRun {
   credit_round: number | null;
   rounds: PublicRound[];
   losses: LossPoint[];
+  task_scores: TaskScore[];
   samples: PublicSample[];
   invite: string;
 }
@@ -233,6 +237,15 @@ export interface PublicSample {
   number: number;
   prompt: string;
   text: string;
+}
+
+export interface PublicationInfo {
+  to: string;
+  round: number;
+  revision: string;
+  at: string;
+  waiting: number;
+  problem: string;
 }
 
 export interface RankedMember {
@@ -355,6 +368,7 @@ export interface Status {
   devices: DeviceInfo[];
   limits: Record<string, number | null>;
   contribution: ContributionInfo;
+  publication: PublicationInfo;
   month: MonthUsage;
   notices: Notice[];
   pause: PauseInfo;
@@ -374,6 +388,19 @@ export interface SyncInfo {
   last: RoundRecord | null;
 }
 
+export interface TaskScore {
+  name: string;
+  score: number;
+  round: number;
+  members: number;
+}
+
+export interface TaskScores {
+  round: number;
+  state_digest: string;
+  scores: Record<string, unknown>;
+}
+
 export interface TrainingInfo {
   loss: number | null;
   evaluation_loss: number | null;
@@ -383,6 +410,7 @@ export interface TrainingInfo {
   tokens_total: number;
   tokens_per_second: number;
   samples: Sample[];
+  task_scores: TaskScore[];
 }
 
 export interface Version {
