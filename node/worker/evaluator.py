@@ -15,7 +15,7 @@ from collections.abc import Callable
 from node.config.manifest import read_manifest
 from node.config.schema import Config
 from node.errors import NodeError
-from node.host.priority import lower_priority
+from node.host.priority import WORKING_NICENESS, lower_priority
 from node.publication.waiting_rounds import WaitingRounds
 from node.status import TaskScores, Value
 from node.worker.parent_death import die_with_parent
@@ -67,7 +67,7 @@ def evaluate_waiting(config: Config, tell: Callable[[EvaluatorEvent], None]) -> 
 
 def main() -> int:
     die_with_parent(os.getppid())
-    lower_priority()
+    lower_priority(WORKING_NICENESS)
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
         os.dup2(2, 1)  # Packages print to stdout.
         config = Config.model_validate_json(sys.stdin.readline())

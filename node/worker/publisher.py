@@ -17,7 +17,7 @@ from node.config.manifest import read_manifest
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.errors import NodeError, UsageError
-from node.host.priority import lower_priority
+from node.host.priority import WORKING_NICENESS, lower_priority
 from node.publication.publisher import Publisher, PublishEvent
 from node.publication.stores import open_store
 from node.publication.waiting_rounds import WaitingRound, WaitingRounds
@@ -84,7 +84,7 @@ def make_publisher(start: PublisherStart, tell: Callable[[PublishEvent], None]) 
 
 def main() -> int:
     die_with_parent(os.getppid())
-    lower_priority()
+    lower_priority(WORKING_NICENESS)
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
         os.dup2(2, 1)  # Packages print to stdout.
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from node.publication.model_folder import verify_model_folder
 from node.publication.stores import round_of
 from tests.publish_hub import PublishHub
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
+from tests.swarm.harness import PATIENCE, ROOT, START_S, Node, Swarm, command, tiny, wait_for
+from tests.unit.test_task_evaluation import make_tasks, needs_lm_eval
 
 STEPS, ROUNDS, EVERY = 5, 6, 2
 TOKENS_PER_ROUND = STEPS * 4 * 64
@@ -26,8 +28,9 @@ RUN = tiny(
 
 def published(folder: Path) -> dict[int, Path]:
     """The publications in a folder by round. No other entries are there."""
-    found = {round_of(path.name): path for path in folder.iterdir()}
-    assert None not in found, sorted(path.name for path in folder.iterdir())
+    paths = [path for path in folder.iterdir() if not path.name.startswith(".")]  # Those are being written.
+    found = {round_of(path.name): path for path in paths}
+    assert None not in found, sorted(path.name for path in paths)
     return {number: path for number, path in found.items() if number is not None}
 
 
@@ -113,3 +116,33 @@ def test_members_publish_each_round_once_and_others_join_a_run_that_was_founded_
         wait_for(lambda: number in again.digests(), START_S, "the founder lacks the round")
         common: dict[int, Any] = again.digests()
         assert late.digests()[number] == common[number]
+
+
+@needs_lm_eval
+@pytest.mark.timeout(400)
+def test_scores_of_drawn_members_are_those_of_the_published_model_and_all_members_see_them(tmp_path: Path) -> None:
+    tasks, place = make_tasks(tmp_path / "tasks"), tmp_path / "publications"
+    run = tiny(round={"policy": "time", "inner_steps": 400, "min_peers": 1})
+    # The package may be elsewhere on the path of this process.
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1"}
+    flags = ("--evaluate.tasks=words,code", f"--evaluate.task_dir={tasks}", "--evaluate.every_rounds=4")
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        founder = swarm.found(*flags, f"--publish.to={place}", "--publish.every_rounds=4", env=env)
+        (member,) = swarm.join("member")
+        status = member.until(lambda s: s["training"]["task_scores"], PATIENCE * START_S)
+        scores = {one["name"]: one["score"] for one in status["training"]["task_scores"]}
+        number = status["training"]["task_scores"][0]["round"]
+        assert set(scores) == {"words/acc", "code/word_perplexity", "code/bits_per_byte"} and (number + 1) % 4 == 0
+        assert 'diloco_task_score{task="code/bits_per_byte"}' in member.http.get("/metrics").text
+        assert [row["evaluates"] for row in sorted(founder.peers(), key=lambda row: row["name"])] == [True, False]
+        wait_for(lambda: place.is_dir() and number in published(place), PATIENCE * START_S, "it is not published")
+        words = [
+            "evaluate",
+            str(published(place)[number]),
+            "--tasks=words,code",
+            f"--evaluate.task_dir={tasks}",
+            "--json",
+        ]
+        code, out, err = command(*words, env=env, timeout_s=PATIENCE * 60)
+        assert code == 0, err
+        assert json.loads(out) == pytest.approx(scores, abs=1e-6)
