@@ -730,7 +730,7 @@ def _generate(call: Call) -> int:
 
     args = call.args
     more = generate(call.loaded.config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
-    print(args.text + more)
+    print(args.text + more.text)
     return 0
 
 

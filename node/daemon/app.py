@@ -40,6 +40,7 @@ from node.daemon.node_state import ROUNDS_KEPT, NodeState
 from node.daemon.notifier import Notifier
 from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
+from node.daemon.text_generator import TextGenerator
 from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
 from node.host.cores import usable_cores
@@ -166,7 +167,8 @@ def _make_server(
     tls: Tls | None,
 ) -> uvicorn.Server:
     keys = Keys(directory.token, time.monotonic)
-    context = ApiContext(supervisor, history, supervisor.metrics, keys, supervisor, config, build)
+    texts = TextGenerator(lambda: supervisor.configured().config) if supervisor.trains else None
+    context = ApiContext(supervisor, history, supervisor.metrics, keys, supervisor, config, build, texts)
     return make_server(build_app(context, hosts=[config.api.host, sock.getsockname()[0]]), tls)
 
 

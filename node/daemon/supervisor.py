@@ -195,6 +195,11 @@ class Supervisor:
     # signals
 
     @property
+    def trains(self) -> bool:
+        """Whether this node trains, and so has a model."""
+        return self._mode == "train"
+
+    @property
     def is_leaving(self) -> bool:
         return self._desired == "leave"
 

@@ -10,7 +10,7 @@ import psutil
 
 NICENESS = 19
 WORKING_NICENESS = 10
-"""For work that has to be done in the end. On a machine whose cores are all busy, 19 leaves a process 1.5 % of a core."""
+"""For work that has to be done in the end. If all cores are busy, 19 leaves a process 1.5 % of a core."""
 OOM_SCORE = "1000"
 
 

@@ -230,10 +230,11 @@ class FakeProcess(DutyProcess):
 class Scene:
     def __init__(self, folder: Path, **more: Any) -> None:
         self.folder, self.told = folder, list[TaskScores]()
-        self.reporter: Any = FakeReporter()
+        reporter: Any = FakeReporter()
+        self.reporter = reporter
         self.view = MemberSnapshot(peer_id="me", rows=(row("me", None), row("other", None)))
         self.made = TaskEvaluation(
-            config_of(folder, folder, **more), CheckpointStore(folder / "checkpoints", 2), self.reporter,
+            config_of(folder, folder, **more), CheckpointStore(folder / "checkpoints", 2), reporter,
             lambda: self.view, self.told.append, command=FakeProcess,
         )  # fmt: skip
         self.process: Any = self.made._process

@@ -53,6 +53,11 @@ export interface Fault {
   message: string;
 }
 
+export interface GeneratedText {
+  text: string;
+  round: number;
+}
+
 export interface Health {
   ok: boolean;
   phase: Phase;
@@ -399,6 +404,12 @@ export interface TaskScores {
   round: number;
   state_digest: string;
   scores: Record<string, unknown>;
+}
+
+export interface TextRequest {
+  prompt?: string;
+  tokens?: number;
+  temperature?: number;
 }
 
 export interface TrainingInfo {

@@ -13,6 +13,7 @@ import { Headline } from "./headline";
 import { Journal } from "./journal";
 import { Month } from "./month";
 import { RunCard } from "./run-card";
+import { TryModel } from "./try-model";
 
 export function Overview() {
   const now = status.value;
@@ -24,6 +25,7 @@ export function Overview() {
       <RunCard />
       {relay ? <RelaySection status={now} /> : <ContributionSection status={now} />}
       <Publication status={now} />
+      {!relay && now.run.round >= 0 && <TryModel />}
       <Month month={now.month} relay={relay} />
       <Network status={now} />
       <Journal />
