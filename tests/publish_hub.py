@@ -11,6 +11,7 @@ import json
 import re
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -199,9 +200,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(code, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})})
 
     def _send(self, code: int, data: bytes, headers: dict[str, str]) -> None:
-        self.send_response(code)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        with suppress(ConnectionError):  # Clients are killed on purpose.
+            self.send_response(code)
+            for name, value in {**headers, "Content-Length": str(len(data))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)

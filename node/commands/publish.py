@@ -32,7 +32,9 @@ def publish_now(config: Config) -> str:
     try:
         if store.has(revision):
             return f"Round {checkpoint.round} is at {address} already, as {revision}."
-        with tempfile.TemporaryDirectory(dir=config.node.data_dir / "cache") as scratch:
+        cache = config.node.data_dir / "cache"
+        cache.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
             folder = Path(scratch) / revision
             write_model_folder(
                 manifest,

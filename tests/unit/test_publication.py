@@ -28,6 +28,7 @@ from node.status import PublicationInfo
 from node.training.checkpoint import CheckpointStore, read_outer
 from node.worker_protocol import FoundFrom
 from tests.publish_hub import PublishHub
+from tests.unit.data_folder import make_data_folder
 from tests.unit.test_export import make_trained, run_of
 
 with warnings.catch_warnings():
@@ -544,6 +545,37 @@ def test_settings_that_do_not_fit_the_publication_are_refused(
         return
     with pytest.raises(ConfigError, match=words):
         continued(published, own, key)
+
+
+# The command
+
+
+def test_publish_publishes_the_newest_round_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, digest = make_trained(tmp_path / "node", run_of())
+    words = ["publish", str(tmp_path / "place"), "--data-dir", str(tmp_path / "node")]
+    assert main(words) == 0
+    revision = revision_of(1, digest)
+    assert f"Round 1 is published at {tmp_path / 'place'}, as {revision}." in capsys.readouterr().out
+    assert verify_model_folder(tmp_path / "place" / revision, tmp_path / "cache").round == 1
+    assert main(words) == 0
+    assert "is at" in capsys.readouterr().out
+    assert list((tmp_path / "node" / "cache").iterdir()) == [], "the scratch folder is left"
+
+
+def test_publish_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = str(tmp_path / "place")
+    for words, problem in (
+        (["publish"], "write `diloco-node publish ADDRESS`"),
+        (["publish", "hub:tiny"], "write hub:OWNER/NAME"),
+        (["publish", place], "belongs to no run yet"),
+        (["publish", place, "--publish.every_rounds", "0"], "greater than or equal to 1"),
+    ):
+        assert main([*words, "--data-dir", str(tmp_path / "node")]) == 2
+        said = capsys.readouterr().err
+        assert problem in said and said.count("\n") == 1, said
+    make_data_folder(tmp_path / "node", run_of())
+    assert main(["publish", place, "--data-dir", str(tmp_path / "node")]) == 2
+    assert "No round is committed yet" in capsys.readouterr().err
 
 
 # Token and card
