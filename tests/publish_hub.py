@@ -121,8 +121,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
-            hub.repositories.setdefault(name, Repository()).add("initial commit", {".gitattributes": b""})
-            self.send({"url": f"http://127.0.0.1:{hub.port}/{name}", "name": name, "id": name})
+            is_new = name not in hub.repositories
+            if is_new:
+                hub.repositories[name] = Repository()
+                hub.repositories[name].add("initial commit", {".gitattributes": b""})
+            about = {"url": f"http://127.0.0.1:{hub.port}/{name}", "name": name, "id": name}
+            self.send(
+                about if is_new else {"error": "You already created this model repo", **about}, 200 if is_new else 409
+            )
         elif (match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/.*)?", path)) and match[1] in hub.repositories:
             self._answer_api(hub.repositories[match[1]], match[1], match[2] or "", body)
         elif (match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) and match[1] in hub.repositories:

@@ -31,12 +31,10 @@ from typing import Any
 
 from node.config.schema import Config
 from node.errors import NodeError
-from node.publication.model_folder import verify_model_folder
 from node.publication.publisher import Publisher
 from node.publication.stores import COMPLETE, revision_of
 from node.publication.waiting_rounds import WaitingRounds
 from node.worker.publisher import FOLDER, SCRATCH, PublisherStart, make_publisher
-from node.worker.publishing import rank_of
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import ROOT, end_all_on_sigterm
 from tests.benchmarks.series import Series, with_earlier
@@ -113,6 +111,8 @@ class Contest:
 
     def add_round(self, template: Path) -> None:
         """Let another round wait at all publishers. `template` is a publication with the round's number as its name."""
+        from node.worker.publishing import rank_of  # Not at the top, as the publishers' processes need no torch.
+
         number = int(template.name)
         digest = json.loads((template / "diloco.json").read_text())["state_digest"]
         revision = revision_of(number, digest)
@@ -286,6 +286,8 @@ def _in_url(root: Path) -> list[tuple[str, Path]]:
 
 def judge_place(found: list[tuple[str, Path]], added: list[str], cache: Path) -> dict[str, list[str]]:
     """The faults of a place."""
+    from node.publication.model_folder import verify_model_folder
+
     counts = Counter(revision for revision, _ in found)
     torn = []
     for revision, folder in found:

@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks.publishing import KINDS, judge_place, place, play, templates
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import node.worker.publishing  # noqa: F401 - hivemind warns when it is imported
 
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_publishers_leave_each_round_whole_and_once(kind: str, tmp_path: Path) -> None:
     found = play(tmp_path, kind, kills=3, seed=7)
