@@ -153,7 +153,10 @@ class Publishing:
         if event.result == "given_up":
             logger.warning("Round %d is not published by this node: %s", event.round, event.reason)
         elif event.result == "superseded":
-            logger.info("Round %d is not published, as a later round is at %s already.", event.round, self._place)
+            text = (
+                "Round %d is not published, as a later round is at %s. If that is of another run, name another place."
+            )
+            logger.warning(text, event.round, self._place)
         else:
             by = "this node" if event.result == "published" else "another node"
             logger.info("Round %d is published at %s as %s by %s.", event.round, self._place, event.revision, by)
