@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from node import __version__
-from node.config.loader import Loaded, known_keys, load
+from node.config.loader import DEFAULT, PRESET_KEY, Loaded, known_keys, load
 from node.config.manifest import ANY_RUN
 from node.errors import MachineError, NodeError, UsageError
 
@@ -37,7 +37,10 @@ examples:
 
 """
 OWNER_ACTIONS = ("show", "set", "token", "join", "leave")
-OPTIONS_OF_KEYS = {"data_dir": "node.data_dir", "name": "node.name", "bootstrap": "swarm.bootstrap"}
+OPTIONS_OF_KEYS = {
+    "data_dir": "node.data_dir", "name": "node.name", "bootstrap": "swarm.bootstrap", "to": "publish.to",
+    "tasks": "evaluate.tasks",
+}  # fmt: skip
 """Options that are short for settings."""
 EPILOG = """\
 Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
@@ -49,10 +52,16 @@ ANY_HELP = (
     "join a run of the directory: of the runs that this machine can train and that answer, the one with the most "
     "parameters; of several, the one with the most members. A data folder that has a run continues it"
 )
+FROM_HELP = (
+    "found a run that continues a publication (`publish.to`), with its parameters, momentum, tokens and settings: a "
+    "folder, hub:OWNER/NAME[@REVISION] or a URL of fsspec. Settings of [run] that you give replace its own. A data "
+    "folder that has a run continues that one"
+)
 RUN_EXAMPLES = """\
 Examples:
   diloco-node run --join diloco1-...
   diloco-node run --any --bootstrap peer.example:31337
+  diloco-node run --from hub:ada/tiny --run.total_tokens 4000000000
 """
 RUNS_EXAMPLES = """\
 Examples:
@@ -79,6 +88,13 @@ Examples:
   diloco-node serve --data-dir .data/first
   curl http://127.0.0.1:8000/v1/completions -H "Authorization: Bearer $(cat .data/first/api-token)" \\
     -H "Content-Type: application/json" -d '{"model": "NAME OF THE RUN", "prompt": "def main(", "max_tokens": 50}'
+"""
+
+
+EVALUATE_EXAMPLES = """\
+Examples:
+  diloco-node evaluate my-model --tasks arc_easy,hellaswag --evaluate.limit 200
+  diloco-node evaluate my-model --tasks my_task --evaluate.task_dir tasks    # without network
 """
 
 
@@ -131,7 +147,7 @@ def _read_call(argv: Sequence[str], environ: Mapping[str, str]) -> Call:
     for option, key in OPTIONS_OF_KEYS.items():
         if getattr(args, option, None) is not None:
             flags += [f"--{key}={getattr(args, option)}"]
-    if "join" in args and args.join is None:
+    if "join" in args and args.join is None and getattr(args, "found_from", None) is None:
         args.join = environ.get("DILOCO_JOIN") or None
     if getattr(args, "any", False):
         args.join = ANY_RUN
@@ -212,6 +228,7 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
         which.add_argument("--join", metavar="INVITE", help="invite of a run, as printed by `diloco-node invite`")
         if name == "run":
             which.add_argument("--any", action="store_true", help=ANY_HELP)
+            which.add_argument("--from", dest="found_from", metavar="ADDRESS", help=FROM_HELP)
             _add_bootstrap(command)
             command.epilog = f"{RUN_EXAMPLES}\n{EPILOG}"
         command.add_argument("--name", metavar="NAME", help="name of this node, shown to the other members")
@@ -291,6 +308,7 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     command.add_argument("--badge", metavar="FILE", type=Path, help="also write a badge (SVG)")
     command = add("verify", _verify, "check a certificate or an exported model, without network")
     command.add_argument("file", metavar="FILE", type=Path, help="what `certificate` or `export` has written")
+    _add_publication_commands(add)
     _add_owner_command(add)
     command = add("generate", _generate, "continue a text with the current model")
     command.add_argument("text", metavar="TEXT", help="beginning of the text")
@@ -300,6 +318,16 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     )
     command.add_argument("--seed", metavar="N", type=int, help="seed for a reproducible sample")
     _add_serve(add)
+
+
+def _add_publication_commands(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    command = add("publish", _publish, "publish the newest round now, whether it is due or not")
+    command.add_argument("to", metavar="ADDRESS", nargs="?", help="folder, hub:OWNER/NAME or URL (default: publish.to)")
+    command = add("evaluate", _evaluate, "evaluate an exported or published model on tasks of lm-eval")
+    command.add_argument("folder", metavar="DIR", type=Path, help="what `export` or a publication has written")
+    command.add_argument("--tasks", metavar="NAMES", help="tasks, with commas (short for --evaluate.tasks)")
+    command.add_argument("--json", action="store_true", help="print the scores as JSON")
+    command.epilog = f"{EVALUATE_EXAMPLES}\n{EPILOG}"
 
 
 def _add_serve(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
@@ -361,6 +389,7 @@ def _run(call: Call) -> int:
 
     os.umask(0o077)  # All that the node and its processes write is for this user only.
     config, origins, join = call.loaded.config, call.loaded.origins, call.args.join
+    found_from = _found_from(call)
     if join is not None:
         from node.config.manifest import parse_invite
 
@@ -383,7 +412,33 @@ def _run(call: Call) -> int:
     logs.configure(config.log.level, config.log.format, to=console if has_live_line else sys.stderr)
     mode: Literal["train", "relay"] = "relay" if call.args.command == "relay" else "train"
     with LiveView(console, call.data_dir, line=has_live_line, pid=os.getpid()) as view:
-        return app.run(config, join=join, mode=mode, on_status=view.update, parts=app.Parts(origins=origins))
+        parts = app.Parts(origins=origins, found_from=found_from)
+        return app.run(config, join=join, mode=mode, on_status=view.update, parts=parts)
+
+
+def _own_run_keys(loaded: Loaded) -> list[str]:
+    """The keys of [run] that the owner has set: in a file, in the environment, as flags or by a preset of choice."""
+    presets = () if loaded.origins[PRESET_KEY] != DEFAULT else ("preset ",)
+    return [
+        key
+        for key, origin in loaded.origins.items()
+        if key.startswith("run.") and key != PRESET_KEY and not origin.startswith((DEFAULT, *presets))
+    ]
+
+
+def _found_from(call: Call) -> Any:
+    """The publication of `run --from`; None without that option. Raises UsageError for a bad address."""
+    from node.config.publish_address import parse_publish_address
+    from node.worker_protocol import FoundFrom
+
+    text = getattr(call.args, "found_from", None)
+    if text is None:
+        return None
+    try:
+        address = parse_publish_address(text, may_have_revision=True)
+    except ValueError as exc:
+        raise UsageError(f"--from {text} is not allowed: {exc}.") from exc
+    return FoundFrom(address=str(address), own_keys=tuple(_own_run_keys(call.loaded)))
 
 
 def _status(call: Call) -> int:
@@ -683,9 +738,9 @@ def _write_new(path: Path, text: str) -> None:
 def _verify(call: Call) -> int:
     file: Path = call.args.file.expanduser()
     if file.is_dir():
-        from node.commands.export import verify_export
+        from node.publication.model_folder import verify_model_folder
 
-        record = verify_export(file, call.loaded.config.node.hub_cache)
+        record = verify_model_folder(file, call.loaded.config.node.hub_cache)
         print(
             f"The export is valid.\nRun     {record.manifest_hash}\nRound   {record.round}\n"
             f"Digest  {record.state_digest}\nHead    {record.head}\n"
@@ -729,12 +784,32 @@ def _export(call: Call) -> int:
     return 0
 
 
+def _publish(call: Call) -> int:
+    from node.commands.publish import publish_now
+
+    print(publish_now(call.loaded.config))
+    return 0
+
+
+def _evaluate(call: Call) -> int:
+    from node.commands.evaluate import evaluate
+
+    scores = evaluate(call.loaded.config, call.args.folder.expanduser())
+    if call.args.json:
+        print(json.dumps(scores, indent=2))
+        return 0
+    width = max(map(len, scores), default=0)
+    for name, score in scores.items():
+        print(f"{name:<{width}}  {score:.6f}")
+    return 0
+
+
 def _generate(call: Call) -> int:
     from node.commands.generate import generate
 
     args = call.args
     more = generate(call.loaded.config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
-    print(args.text + more)
+    print(args.text + more.text)
     return 0
 
 

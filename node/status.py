@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints
 
 SCHEMA_VERSION = 1
 
@@ -73,6 +73,8 @@ FAILURE_REASONS = (
     "too_few_peers", "leader_lost", "reducer_lost", "left_out", "rejected", "timeout", "not_finite", "round_failed",
 )  # fmt: skip
 REJECT_REASONS = ("bad_message", "bad_signature", "bad_size", "not_finite", "bad_norm", "bad_weight", "equivocation")
+PUBLISH_RESULTS = ("published", "found", "superseded", "given_up", "failed")
+"""By this node; by another node; not, as a later round is there; not, as it waited too long; not yet."""
 REACHABILITIES = ("direct", "relay", "none")
 TRANSPORTS = ("direct", "relay")
 
@@ -98,6 +100,7 @@ def _check_calendar(moment: datetime) -> datetime:
     return moment
 
 
+TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:/-]{1,64}$")]
 Moment = Annotated[AwareDatetime, AfterValidator(_check_calendar)]
 PausedBy = Literal["owner", "schedule", "battery", "user", "traffic", ""]
 TRAFFIC_LIMIT = "traffic_limit"
@@ -173,6 +176,17 @@ class Sample(Value):
     text: str
 
 
+class TaskScore(Value):
+    """The score of the swarm's newest evaluated state in one task: the median of the members that evaluated it."""
+
+    name: str
+    """TASK/METRIC."""
+    score: float
+    round: int
+    members: int
+    """Number of members that evaluated it."""
+
+
 class TrainingInfo(Value):
     loss: float | None = None
     """Mean cross-entropy of the last inner step, nats per token."""
@@ -186,6 +200,8 @@ class TrainingInfo(Value):
     tokens_per_second: float = 0.0
     samples: tuple[Sample, ...] = ()
     """The newest samples of the model's text, one for each prompt of the run; empty if this node has made none."""
+    task_scores: tuple[TaskScore, ...] = ()
+    """Scores of the swarm in evaluation tasks, by name; empty if no member evaluates on tasks."""
 
 
 class Member(Value):
@@ -263,6 +279,31 @@ class SyncInfo(Value):
     last: RoundRecord | None = None
 
 
+class PublicationInfo(Value):
+    """What this node knows of the publications of the run."""
+
+    to: str = ""
+    """The place, as in `publish.to`; empty if this node does not publish."""
+    round: int = -1
+    """The newest round that this node has published or found published; -1 before the first."""
+    revision: str = ""
+    """The name of that publication."""
+    at: str = ""
+    """When this node published it or found it."""
+    waiting: int = 0
+    """Number of rounds that wait to be published."""
+    problem: str = ""
+    """Why publishing does not work now, with the remedy; empty if it works."""
+
+
+class TaskScores(Value):
+    """The scores of one state in evaluation tasks, by the name of task and metric."""
+
+    round: int = Field(ge=-1, lt=2**63)
+    state_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    scores: dict[TaskName, Annotated[float, Field(allow_inf_nan=False)]] = Field(max_length=16)
+
+
 class PeersInfo(Value):
     connected: int = 0
     training: int = 0
@@ -293,6 +334,12 @@ class PeerRow(Value):
     """The team that the owner has named; empty if there is none."""
     compute_utilization_ratio: float | None = None
     """Compute seconds / wall seconds of the peer's last complete round, as it reports; None if it reports none."""
+    publishes: bool = False
+    """Whether the peer publishes the run."""
+    evaluates: bool = False
+    """Whether the peer evaluates the model on tasks."""
+    evaluation: TaskScores | None = None
+    """The peer's newest scores in tasks, as it reports them."""
     digest_agrees: bool | None = None
     """Whether the peer's state equals this node's state after the same round, bit for bit; None if unknown."""
 
@@ -390,6 +437,8 @@ class Counters(Value, frozen=False):
     peers_rejected: dict[str, int] = Field(default_factory=dict)
     network_sent_bytes: dict[Channel, int] = Field(default_factory=dict)
     network_received_bytes: dict[Channel, int] = Field(default_factory=dict)
+    publications: dict[str, int] = Field(default_factory=dict)
+    """Rounds by what became of their publication at this node (`PUBLISH_RESULTS`)."""
     last_sync_at_s: float = 0.0
     """Unix time of the last commit; 0 before the first."""
 
@@ -428,6 +477,7 @@ class Report(Value):
     """What `reachability_code` means, in sentences with the remedy."""
     devices: tuple[DeviceInfo, ...] = ()
     contribution: ContributionInfo = ContributionInfo()
+    publication: PublicationInfo = PublicationInfo()
     counters: Counters = Counters()
 
 
@@ -454,6 +504,7 @@ class Status(Value):
     devices: tuple[DeviceInfo, ...]
     limits: dict[str, float | int | None]
     contribution: ContributionInfo
+    publication: PublicationInfo = PublicationInfo()
     month: MonthUsage = MonthUsage()
     notices: tuple[Notice, ...] = ()
     pause: PauseInfo = PauseInfo()

@@ -15,6 +15,15 @@ MAX_LINE_BYTES = 4 * 2**20
 """Upper bound of a line. A report of 1,000 peers is about 400 kB."""
 
 
+class FoundFrom(Value):
+    """The publication from which a node founds a run."""
+
+    address: str
+    """As `parse_publish_address` takes it, perhaps with a revision."""
+    own_keys: tuple[str, ...] = ()
+    """The keys of `[run]` that the owner has set. All others are those of the publication."""
+
+
 class Start(Value):
     type: Literal["start"] = "start"
     mode: Literal["train", "relay", "pause"]
@@ -24,6 +33,8 @@ class Start(Value):
     join: str | None = None
     """An invite, or `ANY_RUN` for a run of the directory. With None, the worker founds a run or continues that of the
     data folder."""
+    found_from: FoundFrom | None = None
+    """None founds a run from `[run]` of the configuration."""
     may_move_port: bool = False
     """Whether the port in `swarm.listen` is only a default, which the next free port may replace."""
     held_addresses: tuple[str, ...] = ()

@@ -117,6 +117,7 @@ SLOW = (
     "tests/contract/test_membership.py",
     "tests/contract/test_quorum.py",
     "tests/contract/test_slow_lines.py",
+    "tests/unit/test_publish_kills.py",
     "tests/unit/test_reference.py",
 )
 """Folders and files that only `make test-all` runs, because they start real processes or wait for minutes."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from node.api import models
 from node.api.leaderboard import RankedMember, RankedOwner, RankedTeam
-from node.api.node_interface import LogLine
+from node.api.node_interface import GeneratedText, LogLine
 from node.api.public_run import LossPoint, OwnRun, PublicMember, PublicRound, PublicRun, PublicSample
 from node.status import (
     ContributionInfo,
@@ -143,9 +143,13 @@ RESPONSES: dict[tuple[str, str], Value] = {
     ("post", "/api/v1/actions/resume"): models.Accepted(phase=Phase.TRAINING),
     ("post", "/api/v1/actions/drain"): models.Accepted(phase=Phase.DRAINING),
     ("post", "/api/v1/actions/leave"): models.Accepted(phase=Phase.LEAVING),
+    ("post", "/api/v1/generate"): GeneratedText(text="argv):\n    return 0", round=11),
     ("post", "/api/v1/session"): models.SessionOpened(cookie="diloco_session_1a2b3c4d"),
 }
-REQUESTS: dict[tuple[str, str], Any] = {("post", "/api/v1/actions/pause"): {"for_s": 3600}}
+REQUESTS: dict[tuple[str, str], Any] = {
+    ("post", "/api/v1/actions/pause"): {"for_s": 3600},
+    ("post", "/api/v1/generate"): {"prompt": "def main(", "tokens": 64, "temperature": 0.8},
+}
 
 
 def add_examples(document: dict[str, Any]) -> None:

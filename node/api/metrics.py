@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from node.api.node_interface import ProcessUsage, Space, View
 from node.status import (
     FAILURE_REASONS,
+    PUBLISH_RESULTS,
     REACHABILITIES,
     REJECT_REASONS,
     TRANSPORTS,
@@ -75,6 +76,8 @@ COUNTERS = (
     CounterSpec("digest_mismatch", "Times that this node's state was not on the chain of rounds.", "digest_mismatches"),
     CounterSpec("peer_rejected", "Messages and contributions of peers that were rejected.",
                 "peers_rejected", "reason", REJECT_REASONS, "bad_message"),
+    CounterSpec("publications", "Rounds by what became of their publication at this node.",
+                "publications", "result", PUBLISH_RESULTS, "failed"),
     CounterSpec("network_sent_bytes", "Bytes sent to the swarm.", "network_sent_bytes", "channel", tuple(Channel)),
     CounterSpec("network_received_bytes", "Bytes received from the swarm.",
                 "network_received_bytes", "channel", tuple(Channel)),
@@ -260,6 +263,9 @@ def _node_gauges(view: View) -> Iterator[Metric]:
     yield _gauge("training_loss", "Loss of the last inner step, nats per token; NaN before it.", training.loss)
     evaluation = "Loss of the anchor on the held-out split; NaN before it."
     yield _gauge("evaluation_loss", evaluation, training.evaluation_loss)
+    scores = {score.name: score.score for score in training.task_scores}
+    text = "Median score of the members in an evaluation task. Series exist only for tasks that members evaluate."
+    yield _labelled_gauge("task_score", text, "task", scores)
     yield _gauge("learning_rate", "Inner learning rate.", training.learning_rate)
 
 
@@ -278,6 +284,8 @@ def _swarm_gauges(view: View) -> Iterator[Metric]:
     text = "Mean cosine similarity of the last round's contributions."
     yield _gauge("contribution_cosine", text, last.contribution_cosine if last is not None else None)
     reached = {word: float(word == status.reachability) for word in REACHABILITIES}
+    text = "Newest round that this node published or found published; -1 before the first."
+    yield _gauge("published_round", text, status.publication.round)
     yield _labelled_gauge("reachability", "1 for the way in which other peers reach this node.", "status", reached)
 
 

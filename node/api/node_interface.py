@@ -160,6 +160,43 @@ class NotAllowed(UsageError):
     code = "not_allowed"
 
 
+class GeneratorBusy(NodeError):
+    """Another text is being continued; the message says what to do."""
+
+    code = "busy"
+
+
+class GeneratorFailed(NodeError):
+    """The text was not continued; the message says why."""
+
+    code = "no_text"
+
+
+class TextRequest(Value):
+    """A text that the model continues."""
+
+    prompt: str = Field(min_length=1, max_length=2000)
+    tokens: int = Field(64, ge=1, le=256)
+    """Most tokens to add."""
+    temperature: float = Field(0.8, ge=0, le=10)
+    """0 means always the likeliest token."""
+
+
+class GeneratedText(Value):
+    text: str
+    """How the model continues the prompt. It is untrusted output of the model."""
+    round: int
+    """The round after which the model was saved."""
+
+
+class ContinuesText(Protocol):
+    """Samples from the newest checkpoint."""
+
+    async def generate(self, request: TextRequest) -> GeneratedText:
+        """Raises GeneratorBusy or GeneratorFailed."""
+        ...
+
+
 class Node(Protocol):
     """State of the node and actions on it."""
 

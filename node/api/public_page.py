@@ -46,6 +46,7 @@ def render(run: PublicRun) -> str:
 {_loss(run)}
 {_members(run)}
 </div>
+{_tasks(run)}
 {_samples(run)}
 {_leaders(run)}
 <div class="columns">
@@ -124,6 +125,16 @@ def _curve(points: Sequence[LossPoint]) -> str:
         f'aria-label="Loss from {first:.3f} to {last:.3f}">{"".join(marks)}'
         f'<polyline class="curve" points="{line}"/></svg>'
     )
+
+
+def _tasks(run: PublicRun) -> str:
+    """The scores in evaluation tasks, if members evaluate on some."""
+    if not run.task_scores:
+        return ""
+    rows = [(escape(one.name), f"{one.score:.4f}", f"{one.members}") for one in run.task_scores]
+    table = _table("tasks", ("Task", "Score", "Members"), ("", "number", "number"), rows)
+    note = f"Medians of the members that evaluated the model after round {run.task_scores[0].round:,}."
+    return f'<section class="card"><h2>What it can do</h2>{table}<p class="quiet">{note}</p></section>'
 
 
 def _samples(run: PublicRun) -> str:

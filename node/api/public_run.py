@@ -19,7 +19,7 @@ from node.api.leaderboard import KnownOwner, RankedMember, RankedOwner, RankedTe
 from node.api.node_interface import View
 from node.config.manifest import Manifest, read_manifest
 from node.errors import NodeError
-from node.status import Outcome, Phase, RoundRecord, Sample, Value, rfc3339
+from node.status import Outcome, Phase, RoundRecord, Sample, TaskScore, Value, rfc3339
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,8 @@ class PublicRun(Value):
     """Newest first."""
     losses: tuple[LossPoint, ...] = ()
     """Oldest first."""
+    task_scores: tuple[TaskScore, ...] = ()
+    """Scores in evaluation tasks: medians of the members that evaluated the state of their round."""
     samples: tuple[PublicSample, ...] = ()
     """Of the first, a middle and the newest sampled round, oldest first."""
     invite: str = ""
@@ -219,6 +221,7 @@ def make_public_run(
         credit_round=credit["round"] if credit is not None else None,
         rounds=tuple(_round(*pair) for pair in zip_longest(done, done[1:]))[:ROUNDS_SHOWN],
         losses=_losses(done),
+        task_scores=status.training.task_scores,
         samples=_chosen_samples(samples),
         invite=run.invite,
     )

@@ -23,12 +23,17 @@ from node.api.node_interface import (
     SERIES,
     ActionName,
     Configured,
+    ContinuesText,
+    GeneratedText,
+    GeneratorBusy,
+    GeneratorFailed,
     HistoryReader,
     Level,
     LogLine,
     Node,
     PauseOrder,
     Settings,
+    TextRequest,
 )
 from node.api.redaction import hide_secrets
 from node.api.support_bundle import BundleSource, make_bundle
@@ -69,6 +74,8 @@ class ApiContext:
     config: Config
     """The configuration at the start. Only keys that cannot change are read from it, such as `api.allowed_hosts`."""
     build: Build
+    texts: ContinuesText | None = None
+    """None for a node without a model."""
 
 
 def make_router(context: ApiContext) -> APIRouter:
@@ -82,6 +89,7 @@ def make_router(context: ApiContext) -> APIRouter:
     _add_support_bundle(router, context)
     _add_config(router, context.settings)
     _add_actions(router, context.node)
+    _add_generate(router, context.texts)
     _add_session(router, context.keys)
     return router
 
@@ -372,6 +380,22 @@ def _add_actions(router: APIRouter, node: Node) -> None:
     async def leave() -> models.Accepted:
         """Save, tell the peers, and stop at once."""
         return act("leave")
+
+
+def _add_generate(router: APIRouter, texts: ContinuesText | None) -> None:
+    described = describe_problems(404, 429, 503)
+
+    @router.post("/api/v1/generate", response_model=GeneratedText, responses=described, tags=["actions"])
+    async def generate(request: TextRequest) -> GeneratedText | Response:
+        """Continue a text with the newest checkpoint. It takes seconds, and one request is answered at a time."""
+        if texts is None:
+            return problem_response(404, "A relay has no model: ask a member that trains.")
+        try:
+            return await texts.generate(request)
+        except GeneratorBusy as exc:
+            return problem_response(429, str(exc), {"Retry-After": "5"}, code=exc.code)
+        except GeneratorFailed as exc:
+            return problem_response(503, str(exc), code=exc.code)
 
 
 def _add_session(router: APIRouter, keys: Keys) -> None:

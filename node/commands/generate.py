@@ -1,17 +1,30 @@
-"""Samples text from the newest checkpoint of a data folder."""
+"""Samples text from the newest checkpoint of a data folder.
+
+`python -m node.commands.generate` does so for `daemon.text_generator`: it reads one line of JSON with configuration and
+request from stdin, and writes a line of JSON with the text or the problem to stdout.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from itertools import islice, takewhile
 
+import torch
+
+from node.api.node_interface import GeneratedText, TextRequest
 from node.commands.export import newest, tokenizer_of
 from node.config.schema import Config
-from node.errors import UsageError
+from node.errors import NodeError, UsageError
+from node.host.parent_death import die_with_parent
+from node.host.priority import WORKING_NICENESS, lower_priority
+from node.training.device import threads_per_rank
 from node.training.model import build_model, load_flat_
 from node.training.sampling import sample
 
 
-def generate(config: Config, text: str, *, tokens: int, temperature: float, seed: int | None) -> str:
+def generate(config: Config, text: str, *, tokens: int, temperature: float, seed: int | None) -> GeneratedText:
     """Continue `text` by at most `tokens` tokens with the outer parameters of the newest round.
 
     With `temperature` 0, each token is the likeliest. Raises DataFolderError without a checkpoint, UsageError if the
@@ -31,4 +44,27 @@ def generate(config: Config, text: str, *, tokens: int, temperature: float, seed
     model = build_model(shape, seed=0).eval()
     load_flat_(model, checkpoint.anchor)
     sampled = islice(sample(model, prompt, temperature=temperature, seed=seed), min(tokens, room))
-    return tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end, sampled)))
+    text = tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end, sampled)))
+    return GeneratedText(text=text, round=checkpoint.round)
+
+
+def main() -> int:
+    die_with_parent(os.getppid())
+    lower_priority(WORKING_NICENESS)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # Packages print to stdout.
+    order = json.loads(sys.stdin.readline())
+    config, request = Config.model_validate(order["config"]), TextRequest.model_validate(order["request"])
+    torch.set_num_threads(threads_per_rank(config.limits.cpu_threads, 1))
+    try:
+        made = generate(config, request.prompt, tokens=request.tokens, temperature=request.temperature, seed=None)
+        answer = made.model_dump_json()
+    except NodeError as exc:
+        answer = json.dumps({"problem": str(exc)})
+    with answers:
+        answers.write(f"{answer}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

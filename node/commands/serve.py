@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from node.api.auth import Keys
@@ -27,12 +24,11 @@ from node.config.schema import Config
 from node.daemon.data_directory import TOKEN_LENGTH_MIN
 from node.daemon.http_server import bind, load_tls, make_server, no_tls_notice, url_of
 from node.errors import DataFolderError, NodeError, UsageError
+from node.host.priority import lower_priority
 from node.training.device import threads_per_rank
 
 LOOK_S = 5.0
 """How often the server looks for a newer checkpoint."""
-NICENESS = 19
-OOM_SCORE = "1000"
 
 log = logging.getLogger(__name__)
 
@@ -130,14 +126,6 @@ class NewestModel:
         self._seen = found
         if self.model is not before:
             log.info("The model after round %d is served.", self.model.facts.round)
-
-
-def lower_priority() -> None:
-    """Let training have processor and disk first, and let the system end this process first if memory runs out."""
-    os.nice(NICENESS)
-    with suppress(AttributeError, OSError, psutil.Error):  # Only Linux has these.
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
-        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
 
 
 def prepare_thread(config: Config) -> None:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from node.api.leaderboard import same_name
 from node.commands.client import read_address
-from node.status import MonthUsage, PeerRow, Phase, RunInfo, Status
+from node.status import MonthUsage, PeerRow, Phase, PublicationInfo, RunInfo, Status
 
 COLORS = {
     Phase.TRAINING: "green",
@@ -154,6 +154,10 @@ def describe(status: Status, link: str = "") -> str:
     ]
     if status.node.memory_limit_bytes is not None:
         rows.append(("memory", f"at most {status.node.memory_limit_bytes / 1e9:.3g} GB: its container's limit"))
+    if training.task_scores:
+        rows.append(("tasks", ", ".join(f"{score.name} {score.score:.4f}" for score in training.task_scores)))
+    if status.publication.to:
+        rows.append(("published", _publication_line(status.publication)))
     if status.month.month:
         rows.append(("month", _month_line(status.month)))
     if status.reachability_reason:
@@ -163,6 +167,14 @@ def describe(status: Status, link: str = "") -> str:
     rows += [("notice", notice.text) for notice in status.notices]
     head = f"{status.phase.value} since {status.since}: {status.reason}"
     return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
+
+
+def _publication_line(publication: PublicationInfo) -> str:
+    if publication.problem:
+        return publication.problem
+    newest = f"round {publication.round} at" if publication.round >= 0 else "nothing yet at"
+    waiting = f"; {publication.waiting} rounds wait" if publication.waiting else ""
+    return f"{newest} {publication.to}{waiting}"
 
 
 def _run_line(run: RunInfo) -> str:

@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 from pydantic import AfterValidator, Field, model_validator
 
 from node.config.manifest import RunConfig, Section, check_name
+from node.config.publish_address import parse_publish_address
 from node.config.weekly_hours import Hours, check_zone, parse_hours, parse_window, rejoin_windows
 from node.host.disk_quota import LEAST_BYTES, quota_bytes
 from node.multiaddress import parse, parse_plain
@@ -295,6 +296,47 @@ class NotifyConfig(Section):
     """Command to run, without a shell. Its environment has DILOCO_TITLE, DILOCO_CODE and DILOCO_TEXT."""
 
 
+def _check_publish_address(text: str) -> str:
+    return str(parse_publish_address(text)) if text else ""
+
+
+class PublishConfig(Section):
+    """Publications of the run: the model with a card, and all that `run --from` needs. The nodes of a run that publish
+    draw by hash whose turn it is, so one that dies is followed by the next, and nothing is published twice."""
+
+    to: Annotated[str, AfterValidator(_check_publish_address)] = ""
+    """Where this node publishes the run: `hub:OWNER/NAME`, a folder, or a URL that fsspec opens, such as
+    s3://bucket/folder. Empty means that it does not. All nodes that publish a run name the same place. Keys of a URL
+    come from the environment."""
+    every_rounds: int = Field(100, ge=1)
+    """Rounds from one publication to the next. The last round of the run is published as well."""
+    turn_s: float = Field(600.0, ge=1, le=86_400)
+    """Seconds after which the next drawn node publishes a round that the ones before it have not published."""
+    token_file: str = ""
+    """File with the token of the hub, which must be allowed to write. Empty means HF_TOKEN, or the login of this
+    user."""
+
+
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,40}$")]
+
+
+class EvaluateConfig(Section):
+    """Evaluation of the model on tasks of lm-eval, on the CPU and at low priority: `pip install diloco-node[eval]`. The
+    nodes of a run that name tasks are drawn by hash. All members see the medians."""
+
+    tasks: tuple[TaskName, ...] = ()
+    """Tasks of lm-eval, or of files in `task_dir`. Empty means that this node does not evaluate on tasks. Many data
+    sets come from the hub."""
+    task_dir: str = ""
+    """Folder with own task files (YAML) of lm-eval. Such a file can run code, so use only files that you trust."""
+    every_rounds: int = Field(100, ge=1)
+    """Rounds from one evaluation to the next."""
+    members: int = Field(3, ge=1)
+    """Number of nodes that are drawn for each evaluation, of those that name tasks."""
+    limit: int = Field(0, ge=0)
+    """Most examples of each task; 0 means all."""
+
+
 class MetricsConfig(Section):
     """The curves of the run: losses, learning rate, norms, members, bytes and seconds by round."""
 
@@ -325,5 +367,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     notify: NotifyConfig = NotifyConfig()
+    publish: PublishConfig = PublishConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()

@@ -40,6 +40,7 @@ from node.daemon.node_state import ROUNDS_KEPT, NodeState
 from node.daemon.notifier import Notifier
 from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
+from node.daemon.text_generator import TextGenerator
 from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
 from node.host.cgroup import memory_limit
@@ -48,6 +49,7 @@ from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice
 from node.host.revision import revision
 from node.status import NodeInfo, Notice, PhaseState, Status, utc_now
+from node.worker_protocol import FoundFrom
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class Parts:
     clock: Callable[[], datetime] = now_utc
     """The wall clock of pauses and scheduled hours."""
     sensors: HostSensors = field(default_factory=HostSensors)
+    found_from: FoundFrom | None = None
+    """The publication from which this node founds a run, if it has none."""
 
 
 def run(
@@ -125,11 +129,11 @@ async def _run(
         build=build,
         mode=mode,
         join=join,
+        found_from=parts.found_from,
         worker_command=parts.worker_command,
         timings=parts.timings,
     )
-    clocks = Clocks(time.time, time.monotonic)
-    history = HistoryStore(directory.path / "history", clocks, supervisor.metrics.totals, trains=mode == "train")
+    history = _open_history(directory, supervisor, mode)
     server = _make_server(supervisor, history, directory, config, build, sock, tls)
     with handle_logs(state, directory.path / FOLDER, config.log.format):
         try:
@@ -149,6 +153,11 @@ async def _run(
             history.close()
 
 
+def _open_history(directory: DataDirectory, supervisor: Supervisor, mode: Mode) -> HistoryStore:
+    clocks = Clocks(time.time, time.monotonic)
+    return HistoryStore(directory.path / "history", clocks, supervisor.metrics.totals, trains=mode == "train")
+
+
 def _make_server(
     supervisor: Supervisor,
     history: HistoryStore,
@@ -159,7 +168,8 @@ def _make_server(
     tls: Tls | None,
 ) -> uvicorn.Server:
     keys = Keys(directory.token, time.monotonic)
-    context = ApiContext(supervisor, history, supervisor.metrics, keys, supervisor, config, build)
+    texts = TextGenerator(lambda: supervisor.configured().config) if supervisor.trains else None
+    context = ApiContext(supervisor, history, supervisor.metrics, keys, supervisor, config, build, texts)
     return make_server(build_app(context, hosts=[config.api.host, sock.getsockname()[0]]), tls)
 
 

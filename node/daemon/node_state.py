@@ -252,6 +252,7 @@ class NodeState:
             reachability=report.reachability,
             reachability_code=report.reachability_code,
             reachability_reason=report.reachability_reason,
+            publication=report.publication,
             devices=report.devices,
             limits=self._limits,
             contribution=report.contribution,

@@ -43,6 +43,7 @@ from node.worker_protocol import (
     Adjust,
     DurationReport,
     Ended,
+    FoundFrom,
     ListenReport,
     LogReport,
     NoticeReport,
@@ -84,6 +85,7 @@ class Supervisor:
         build: Build,
         mode: Mode,
         join: str | None,
+        found_from: FoundFrom | None = None,
         worker_command: Sequence[str],
         timings: SupervisorTimings,
     ) -> None:
@@ -94,7 +96,7 @@ class Supervisor:
         )
         self._config, self._pause_policy = config, pause_policy
         self._directory, self._state, self._disk, self._month = directory, state, disk, month
-        self._mode, self._join = mode, join
+        self._mode, self._join, self._found_from = mode, join, found_from
         self._timings = timings
         self._worker = WorkerWatchdog(worker_command, timings, self._receive)
         self._port_hold = ports.PortHold()
@@ -200,6 +202,11 @@ class Supervisor:
         return self._config.describe()
 
     # signals
+
+    @property
+    def trains(self) -> bool:
+        """Whether this node trains, and so has a model."""
+        return self._mode == "train"
 
     @property
     def is_leaving(self) -> bool:
@@ -316,6 +323,7 @@ class Supervisor:
             mode=mode,
             config=config.model_dump(mode="json"),
             join=self._join,
+            found_from=self._found_from,
             may_move_port=self._config.may_move_port,
             held_addresses=self._port_hold.addresses,
             counters=self._state.counters,

@@ -178,6 +178,14 @@ class SwarmThread:
 
         self.start_call(tell)
 
+    def tell_peers(self, **fields: object) -> None:
+        """Change fields of this node's peer record. Peers see them within seconds."""
+
+        async def tell(member: SwarmMember) -> None:
+            member.peer_table.update_own(**fields)
+
+        self.start_call(tell)
+
     def close(self, goodbye: Phase) -> None:
         """Leave the swarm. Returns within CLOSE_S. The kernel ends libp2p's daemon together with this process."""
         self._goodbye = goodbye

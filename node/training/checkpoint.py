@@ -181,6 +181,22 @@ class CheckpointStore:
                 log.warning("The checkpoint %s is damaged (%s). The previous one is used.", path.name, error)
         return newest
 
+    def link_outer(self, round: int, target: Path) -> bool:
+        """Keep the outer state of a round in `target`, a new folder, for `read_outer`. Returns False if it is gone.
+
+        The files are hard links where the file system has them. Raises OSError if the disk takes no copy.
+        """
+        path = next((path for path in self._candidates() if _round_of(path) == round), None)
+        if path is None:
+            return False
+        target.mkdir(parents=True)
+        try:
+            for name in (OUTER, META):
+                _link_or_copy(path / name, target / name)
+        except FileNotFoundError:
+            return False
+        return True
+
     def put_aside(self) -> None:
         """Exclude all checkpoints from the next start, because the other members do not accept their state.
 
@@ -286,6 +302,26 @@ class CheckpointStore:
             "checkpoint is kept: free some space, lower checkpoint.keep, or move node.data_dir to a larger disk.",
             code="disk_full",
         )
+
+
+def read_outer(folder: Path) -> Checkpoint:
+    """Read what `link_outer` has kept, without the tensors of this node alone.
+
+    Raises MachineError if it is damaged, and ProtocolError if a newer version wrote it.
+    """
+    try:
+        return _read(folder, with_local=False)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise MachineError(f"The outer state in {folder} is damaged ({exc}): remove the folder.", code="disk") from exc
+
+
+def _link_or_copy(path: Path, target: Path) -> None:
+    try:
+        os.link(path, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # The file system has no links.
+        shutil.copyfile(path, target)
 
 
 def _round_of(path: Path) -> int:

@@ -27,9 +27,11 @@ from node.training.accelerator import accelerator_of
 from node.training.device import ComputeDevice, choose_device, describe
 from node.training.fit import check_fit
 from node.worker.counters import WorkCounters
+from node.worker.duties import Duties
 from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs
 from node.worker.loop import train
 from node.worker.orders import Orders, Waiter
+from node.worker.publishing import Publishing
 from node.worker.rank_processes import check_ranks, start_replica
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
@@ -37,6 +39,7 @@ from node.worker.round_log import make_dropped_record
 from node.worker.run_entry import RunEntry
 from node.worker.session import Session, invite_of
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
+from node.worker.task_evaluation import TaskEvaluation
 from node.worker.trainer import Trainer
 from node.worker_protocol import Ended, Start
 
@@ -71,7 +74,7 @@ class Worker:
             partial(self._reporter.notice, "disk_quota"),
         )
         self._orders = Orders(link, config, self._reporter, quota, self._round_s)
-        self._waiter = Waiter(self._reporter, self._orders.check)
+        self._waiter = Waiter(self._reporter, self._check)
         self._entry = RunEntry(
             start,
             config,
@@ -84,6 +87,7 @@ class Worker:
         )
         self._loading: Future[TrainingInputs] | None = None
         self._trainer: Trainer | None = None
+        self._duties: Duties | None = None
         self._unreachable_reason = ""
 
     def run(self) -> tuple[str, str]:
@@ -157,9 +161,37 @@ class Worker:
         self._reporter.enter(Phase.STARTING, "Loading text and model.", "loading")
         inputs = self._waiter.wait(self._loading)
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
-        with self._inner_trainer(run, inputs, ids) as inner, self._link.unsaved():
+        with (
+            self._inner_trainer(run, inputs, ids) as inner,
+            self._begin_duties(session) as duties,
+            self._link.unsaved(),
+        ):
             session.swarm.take_part(session.rules, session.tip, session.source)
-            self._train_and_resync(session, inner)
+            self._train_and_resync(session, inner, duties)
+
+    @contextmanager
+    def _begin_duties(self, session: Session) -> Iterator[Duties]:
+        """Publish and evaluate rounds for the length of this block, as far as this node is to."""
+        config, swarm, store, reporter = self._config, session.swarm, session.store, self._reporter
+        duties = self._duties = Duties(
+            Publishing(config, session.manifest, store, reporter, self._counters, lambda: swarm.view),
+            TaskEvaluation(config, store, reporter, lambda: swarm.view, lambda s: swarm.tell_peers(evaluation=s)),
+        )
+        try:
+            swarm.tell_peers(publishes=duties.publishing.is_on, evaluates=duties.evaluation.is_on)
+            if session.tip is not None:
+                duties.evaluation.know(session.tip.round, session.tip.digest)
+                if session.checkpoint is not None:
+                    duties.saved(session.tip)
+            yield duties
+        finally:
+            duties.close()
+
+    def _check(self) -> None:
+        """What the main thread does between any two operations. Raises StopAsked."""
+        if self._duties is not None:
+            self._duties.attend()
+        self._orders.check()
 
     @contextmanager
     def _inner_trainer(self, run: RunConfig, inputs: TrainingInputs, ids: tuple[str, str]) -> Iterator[InnerTrainer]:
@@ -201,7 +233,7 @@ class Worker:
         logging.shutdown()
         os._exit(error.exit_code)
 
-    def _train_and_resync(self, session: Session, inner: InnerTrainer) -> None:
+    def _train_and_resync(self, session: Session, inner: InnerTrainer, duties: Duties) -> None:
         """Train until the run is complete. If this node loses its chain, continue from the other members' state."""
         exclusion, is_downloaded = ExclusionNotice(session.manifest.run.sync), True
         while True:
@@ -212,7 +244,8 @@ class Worker:
                 self._reporter,
                 self._counters,
                 exclusion,
-                self._orders.check,
+                duties,
+                self._check,
                 partial(self._round_over, session),
             )
             try:
@@ -220,12 +253,15 @@ class Worker:
                 if session.checkpoint is None and is_downloaded:
                     trainer.save()  # Serve the downloaded state, and do not download it again after a restart.
                 train(trainer)
-                trainer.save()
+                trainer.save(cancels=False)  # The round before the last one may be due to be published as well.
                 self._wait_for_peers(session, trainer.tip)
+                self._wait_for_publication(duties.publishing)
                 return
             except Lost as exc:
                 trainer.abandon()
                 inner.reset_history()
+                if exc.cause.code != "far_behind":
+                    duties.chain_left()
                 session, is_downloaded = self._resync(session, exc.cause)
             except (StopAsked, SwarmError):
                 trainer.save()
@@ -275,7 +311,7 @@ class Worker:
         self._reporter.tell(now=True)  # The supervisor stores the totals at the end of each round.
         session.store.drop_aside()
         self._orders.round_over()
-        self._orders.check()
+        self._check()
 
     def _wait_for_peers(self, session: Session, tip: Tip) -> None:
         """Stay until every live member has the last result, which it could not get after this node stops."""
@@ -287,6 +323,14 @@ class Worker:
             if all(row.round >= tip.round for row in rows):
                 return
             self._waiter.sleep(SERVE_POLL_S)
+
+    def _wait_for_publication(self, publishing: Publishing) -> None:
+        """Stay until the last round is published, by this node or by another one."""
+        reason = "The run is complete. This node waits until the last round is published."
+        while not publishing.is_over:
+            self._reporter.enter(Phase.DRAINING, reason, "publishing")
+            self._waiter.sleep(SERVE_POLL_S)
+        publishing.attend()
 
     # serving
 

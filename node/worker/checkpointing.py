@@ -142,11 +142,12 @@ class CheckpointSchedule:
         """Record that a checkpoint during the round after this one was taken."""
         self._taken_at, self._taken_round, self._due_at = self._clock(), round_, None
 
-    def round_over(self, round_: int) -> None:
+    def round_over(self, round_: int, *, is_needed: bool = False) -> None:
+        """`is_needed` asks for a checkpoint of this round."""
         # All nodes save these rounds, so that a joiner finds several peers with the same state.
         is_common = (round_ + 1) % self._max_rounds == 0
         passed_s, passed_rounds = self._clock() - self._taken_at, round_ - self._taken_round
-        if is_common or passed_s >= self._interval_s or passed_rounds >= self._max_rounds:
+        if is_needed or is_common or passed_s >= self._interval_s or passed_rounds >= self._max_rounds:
             self._due_at = self._clock() + SETTLE_S
 
     @property
@@ -169,8 +170,15 @@ class _Cancelled(Exception):
 class Checkpointer:
     """Writes checkpoints on a thread of its own, one at a time. A checkpoint must not change while it is written."""
 
-    def __init__(self, store: CheckpointStore, source: CheckpointSource, faults: Faults) -> None:
-        self._store, self._source, self._faults = store, source, faults
+    def __init__(
+        self,
+        store: CheckpointStore,
+        source: CheckpointSource,
+        faults: Faults,
+        on_saved: Callable[[Tip], None] = lambda _tip: None,
+    ) -> None:
+        """`on_saved` is called on this thread with the tip of each checkpoint that is on the disk."""
+        self._store, self._source, self._faults, self._on_saved = store, source, faults, on_saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
         self._running: Future[None] | None = None
         self.save_s = 0.0
@@ -222,6 +230,7 @@ class Checkpointer:
             logger.warning("The checkpoint of round %d is not written. %s", checkpoint.round, exc)
             return
         self._source.publish(tip)
+        self._on_saved(tip)
 
     def _check_wanted(self) -> None:
         if self._is_cancelled.is_set():

@@ -17,11 +17,13 @@ from node.status import (
     PeersInfo,
     Phase,
     PhaseState,
+    PublicationInfo,
     Report,
     RoundRecord,
     RunInfo,
     Sample,
     SyncInfo,
+    TaskScore,
     TrainingInfo,
     utc_now,
 )
@@ -52,6 +54,7 @@ class Reporter:
         self.run = RunInfo()
         self.training = TrainingInfo()
         self.sync = SyncInfo()
+        self.publication = PublicationInfo()
         self._reported_at_s = 0.0
         self._devices: tuple[DeviceInfo, ...] = ()
         self._devices_at_s = 0.0
@@ -107,6 +110,9 @@ class Reporter:
 
     def set_samples(self, samples: tuple[Sample, ...]) -> None:
         self.training = self.training.model_copy(update={"samples": samples})
+
+    def set_task_scores(self, scores: tuple[TaskScore, ...]) -> None:
+        self.training = self.training.model_copy(update={"task_scores": scores})
 
     def set_position(self, manifest: Manifest, tip: Tip) -> None:
         """Report the node's position in the run."""
@@ -194,5 +200,6 @@ class Reporter:
             reachability_reason=view.reachability_reason,
             devices=self._devices,
             contribution=self._counters.contribution(counters),
+            publication=self.publication,
             counters=counters,
         )

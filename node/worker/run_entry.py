@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,11 +16,14 @@ from typing import Any
 
 from node import __version__
 from node.config.manifest import ANY_RUN, Invite, Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
+from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
-from node.diloco.outer import genesis
+from node.diloco.outer import OuterState, genesis
 from node.errors import DataFolderError, MachineError, ManifestError, PeerError, SwarmError, UsageError
 from node.host.disk_quota import Room
 from node.host.files import write_whole
+from node.publication.model_folder import Publication, read_publication
+from node.publication.stores import open_store
 from node.status import Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.context import Rules
@@ -39,12 +43,14 @@ from node.training.hub import pinned
 from node.training.model import build_model, flatten
 from node.training.pretrained import load_pretrained
 from node.worker.checkpointing import CheckpointSource, initial_checkpoint, tip_of_checkpoint
+from node.worker.continued_run import continued_run
 from node.worker.counters import WorkCounters
 from node.worker.orders import Waiter
+from node.worker.publisher import read_token
 from node.worker.reporter import Reporter
 from node.worker.run_choice import choose_run
 from node.worker.session import Session, rules_of
-from node.worker_protocol import Start
+from node.worker_protocol import FoundFrom, Start
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +86,7 @@ class RunEntry:
 
     def enter(self) -> Session:
         """Enter the run. Raises NodeError, or what the waits raise."""
-        is_relay = self._start.mode == "relay"
+        start, is_relay = self._start, self._start.mode == "relay"
         manifest = self._read_manifest()
         if manifest is not None:
             self._begin_training(manifest.run)
@@ -89,7 +95,7 @@ class RunEntry:
         elif self._invite is None:
             if is_relay:
                 raise UsageError("A relay serves a run: give it one with --join INVITE.")
-            manifest = self._found(self._config.run)
+            manifest = self._found(self._config.run) if start.found_from is None else self._found_from(start.found_from)
         saved = self._load_checkpoint(manifest) if manifest is not None and not is_relay else None
         swarm = SwarmThread(self._member_options(manifest))
         self._reporter.swarm = swarm
@@ -208,13 +214,32 @@ class RunEntry:
         else:
             self._check_fit(run)
             parameters = self._waiter.run(lambda: flatten(build_model(run.model, seed=secrets.randbits(63))))
+        return self._found_at(run, genesis(parameters, optimizer_of(run.outer).moments), secrets.token_hex(16))
+
+    def _found_from(self, origin: FoundFrom) -> Manifest:
+        """Found a run that continues a publication. Raises UsageError or MachineError if it cannot."""
+        config, address = self._config, parse_publish_address(origin.address, may_have_revision=True)
+        downloads = self._folder / "cache" / "publication"
+
+        def read() -> Publication:
+            place = open_store(address, token=read_token(config)).fetch(downloads)
+            return read_publication(place, config.node.hub_cache)
+
+        self._reporter.enter(Phase.STARTING, f"Reading the publication at {address}.", "founding")
+        publication = self._waiter.run(read)
+        shutil.rmtree(downloads, ignore_errors=True)
+        run = self._waiter.run(lambda: pinned(continued_run(publication, config.run, origin)))
+        self._check_fit(run)
+        logger.info("The run continues round %d of %s.", publication.record.round, address)
+        # The text of a member follows from the run id, its peer id and the round, so it goes on as well.
+        return self._found_at(run, publication.state, publication.manifest.run_id)
+
+    def _found_at(self, run: RunConfig, state: OuterState, run_id: str) -> Manifest:
+        """Found a run whose first round follows this state."""
         # Load after the model, as two threads cannot import one library, and before the run exists, as it may fail.
         if (loading := self._start_loading(run)) is not None:
             self._waiter.wait(loading)
-        state = genesis(parameters, optimizer_of(run.outer).moments)
-        draft = Manifest(
-            run_id=secrets.token_hex(16), initial_digest="0" * 64, parameters=state.anchor.numel(), run=run
-        )
+        draft = Manifest(run_id=run_id, initial_digest="0" * 64, parameters=state.anchor.numel(), run=run)
         tip = self._waiter.run(lambda: verified_tip(state, draft.hash, None, rules_of(draft), time.monotonic()))
         manifest = draft.model_copy(update={"initial_digest": tip.digest})
         self._waiter.run(lambda: self._store.save(initial_checkpoint(manifest, tip)))

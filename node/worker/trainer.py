@@ -26,10 +26,12 @@ from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import MOST_LOSS
 from node.training.algorithm import inner_learning_rate
+from node.training.checkpoint import Checkpoint
 from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_checkpoint
 from node.worker.contribution import ContributionTracker, FragmentUpdate
 from node.worker.counters import WorkCounters
 from node.worker.credit_file import CreditFile
+from node.worker.duties import Duties
 from node.worker.encoder import Encoder, is_encodable
 from node.worker.evaluation import Evaluation
 from node.worker.inner_trainer import InnerTrainer
@@ -75,6 +77,7 @@ class Trainer:
         reporter: Reporter,
         counters: WorkCounters,
         exclusion: ExclusionNotice,
+        duties: Duties,
         check: Callable[[], None],
         on_contribution_over: Callable[[], None],
     ) -> None:
@@ -87,6 +90,7 @@ class Trainer:
         self._session, self._run, self._inner = session, session.manifest.run, inner
         self._reporter, self._counters = reporter, counters
         self._check, self._on_contribution_over = check, on_contribution_over
+        self._duties = duties
         self.tip: Tip = session.tip
         self._progress = Progress()
         self._settle_s = 0.0
@@ -102,7 +106,7 @@ class Trainer:
         self._sampler = TextSampler(self._run.sample, inner, session.folder)
         reporter.set_samples(self._sampler.newest)
         self._round_log = RoundLog(session, reporter, counters, exclusion)
-        self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults)
+        self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults, duties.saved)
         self._schedule = CheckpointSchedule(self.tip.round, cfg.every_s, fragments)
         self._credit_file = CreditFile(session.folder, session.manifest)
         self._faults = StepFaults(session.swarm.faults, lambda: session.swarm.view.peer_id, lambda: self.tip)
@@ -110,13 +114,18 @@ class Trainer:
             inner.start(self.tip.state.anchor)
             self._start_text()
         else:
-            inner.resume(saved)
-            inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
-            self._progress = Progress(saved.inner_step)
-            self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
+            self._resume(saved)
         self._resumed_at = self._position if saved is not None else None
         """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
         self._report_position()
+
+    def _resume(self, saved: Checkpoint) -> None:
+        self._inner.resume(saved)
+        if not saved.text:  # The checkpoint of a founder, whose first round is not 0 if the run continues another.
+            self._inner.text.start_round(self.tip.round + 1)
+        self._inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
+        self._progress = Progress(saved.inner_step)
+        self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
 
     @property
     def _position(self) -> tuple[str, int]:
@@ -387,9 +396,10 @@ class Trainer:
             committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s
         )
         self._reporter.set_evaluation_loss(self._evaluation.loss, record)
+        self._duties.round_over(record)
         self._report_position()
         if self._has_caught_up:
-            self._schedule.round_over(self.tip.round)
+            self._schedule.round_over(self.tip.round, is_needed=self._duties.needs_checkpoint(self.tip))
         if contributed:
             self._on_contribution_over()
 
@@ -419,15 +429,16 @@ class Trainer:
 
     # checkpoints and the end
 
-    def save(self) -> None:
+    def save(self, *, cancels: bool = True) -> None:
         """Write a checkpoint of outer and local state to the disk. Raises MachineError if the disk does not take it.
 
-        A checkpoint that is being written is cancelled, so that a stop does not write two. Nothing is written if the
-        checkpoint that this trainer resumed from is still up to date.
+        A checkpoint that is being written is cancelled, so that a stop does not write two, unless `cancels` is false.
+        Nothing is written if the checkpoint that this trainer resumed from is still up to date.
         """
         if self._position == self._resumed_at:
             return
-        self._checkpointer.cancel()
+        if cancels:
+            self._checkpointer.cancel()
         self._wait_for_checkpoint()
         self._begin_checkpoint()
         self._wait_for_checkpoint()

@@ -13,6 +13,7 @@ from node.api.metrics import Build, Metrics
 from node.api.node_interface import PROCESS_KINDS, ProcessUsage, Space
 from node.status import (
     FAILURE_REASONS,
+    PUBLISH_RESULTS,
     REACHABILITIES,
     REJECT_REASONS,
     TRANSPORTS,
@@ -26,6 +27,7 @@ from node.status import (
     Report,
     RunInfo,
     Stage,
+    TaskScore,
 )
 from tests.api.conftest import FakeNode
 
@@ -60,6 +62,8 @@ PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "contribution_carried_total": ("counter", {}),
     "digest_mismatch_total": ("counter", {}),
     "peer_rejected_total": ("counter", {"reason": REJECT_REASONS}),
+    "publications_total": ("counter", {"result": PUBLISH_RESULTS}),
+    "published_round": ("gauge", {}),
     "reachability": ("gauge", {"status": REACHABILITIES}),
     "network_sent_bytes_total": ("counter", {"channel": tuple(Channel)}),
     "network_received_bytes_total": ("counter", {"channel": tuple(Channel)}),
@@ -93,7 +97,7 @@ def scrape(node: FakeNode) -> tuple[dict[str, str], dict[Key, float]]:
 def test_all_promised_metric_series_exist_from_the_start(fake_node: FakeNode) -> None:
     types, samples = scrape(fake_node)
     families = {name: kind for name, (kind, _) in PROMISED.items()}
-    assert {name: kind for name, kind in types.items() if not name.startswith("gpu_")} == families
+    assert {name: kind for name, kind in types.items() if not name.startswith(("gpu_", "task_"))} == families
     for name, (kind, labels) in PROMISED.items():
         sample = name + "_count" if kind == "histogram" else name
         for label, values in labels.items():
@@ -244,3 +248,13 @@ def test_histograms_count_each_reported_duration(fake_node: FakeNode, caplog: py
     assert samples[("sync_duration_seconds_sum", (("stage", "reduce"),))] == 3
     assert samples[("sync_blocked_seconds_count", (("stage", "apply"),))] == 1
     assert "sync.x" in caplog.text
+
+
+def test_scores_in_tasks_have_a_series_for_each_task(fake_node: FakeNode) -> None:
+    report = Report()
+    scores = (TaskScore(name="words/acc", score=0.25, round=4, members=2),)
+    training = report.training.model_copy(update={"task_scores": scores})
+    publication = report.publication.model_copy(update={"round": 7})
+    fake_node.board.apply_report(report.model_copy(update={"training": training, "publication": publication}), -1)
+    _, samples = scrape(fake_node)
+    assert samples[("task_score", (("task", "words/acc"),))] == 0.25 and samples[("published_round", ())] == 7

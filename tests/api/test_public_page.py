@@ -20,7 +20,7 @@ from node.commands.site import keep_site, write_site
 from node.config.manifest import Manifest, RunConfig
 from node.errors import UsageError
 from node.host.files import write_whole
-from node.status import Member, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo
+from node.status import Member, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, TaskScore
 from tests.api.conftest import BUILD, TOKEN, FakeNode, HttpClient
 
 NOW = datetime(2026, 11, 25, 12, tzinfo=UTC)
@@ -210,6 +210,15 @@ def test_text_of_the_model_stays_text(node: FakeNode) -> None:
     page = client(node, public=True).get("/public/").text
     assert "<script" not in page and page.count("</pre>") == page.count("<pre>") == 2
     assert public(node)["samples"][0]["text"].startswith(EVIL)
+
+
+def test_scores_in_tasks_are_on_the_page(node: FakeNode) -> None:
+    score = TaskScore(name="words/acc", score=0.25, round=4, members=2)
+    training = node.board.status.training.model_copy(update={"task_scores": (score,)})
+    assert "What it can do" not in client(node, public=True).get("/public/").text
+    node.board.apply_report(Report(training=training), -1)
+    page = client(node, public=True).get("/public/").text
+    assert "words/acc" in page and "0.2500" in page and "after round 4" in page
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"samples": [1]}', '{"samples": [{"round": "x"}]}', None])

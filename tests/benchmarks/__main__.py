@@ -3,7 +3,7 @@
     python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs] [load] [pause]
     python -m tests.benchmarks slow_peer | slow_line | churn | scaling | hostile | join | homes
     python -m tests.benchmarks gpu | tab
-    python -m tests.benchmarks kills | stops
+    python -m tests.benchmarks publishing | kills | stops
 
 Only the benchmarks of the first line run by default. Those of the second line take about 15 minutes each. `gpu` and
 `tab` exit with code 3 without a GPU or a browser. `kills` takes half an hour, and `stops` takes two hours. Each has its
@@ -26,7 +26,20 @@ from tests.benchmarks.figures import RESULTS, Figure, table
 from tests.benchmarks.processes import ROOT
 
 BENCHMARKS = ("first_run", "inner", "data", "rounds", "memory", "codecs", "load", "pause")
-LONG = ("slow_peer", "slow_line", "churn", "scaling", "hostile", "join", "homes", "gpu", "tab", "kills", "stops")
+LONG = (
+    "slow_peer",
+    "slow_line",
+    "churn",
+    "scaling",
+    "hostile",
+    "join",
+    "homes",
+    "gpu",
+    "tab",
+    "kills",
+    "stops",
+    "publishing",
+)
 LIMIT_S = 240.0
 LONG_LIMIT_S = 2400.0
 LIMITS_S = {"kills": 4800.0, "stops": 14_400.0}

@@ -31,6 +31,7 @@ SMOKE = {
     "load": "--seconds 4 --slice 1 --streams 4 --rate 20",
     "memory": "--seconds 1",
     "pause": "--times 1",
+    "publishing": "--kills 1 --places folder",
     "rounds": "--peers 2 --parameters 100000 --rounds 1 --warm-up 0",
     "scaling": "--p2p 2 --local 4 --model 32 --rounds 2 --idle 1",
     "slow_line": "--parts line --rounds 1 --beside 1 --mbit 20 --round-s 2",

@@ -69,9 +69,9 @@ def initial_tip(value: float) -> Tip:
 def test_only_the_initial_state_needs_no_proof() -> None:
     tip = initial_tip(0.0)
     assert (tip.head, tip.round, tip.anchor_at_s) == (RUN, -1, 1.0)
-    for state, head in ((random_state(), RUN), (genesis(torch.zeros(P)), PARENT)):
+    for state in (random_state(), genesis(torch.zeros(P))):
         with pytest.raises(PeerError, match="without proof"):
-            verified_tip(state, head, None, RULES, 1.0)
+            verified_tip(state, PARENT, None, RULES, 1.0)
 
 
 def test_a_downloaded_state_with_a_valid_proof_becomes_a_tip() -> None:
@@ -272,6 +272,14 @@ def test_joiner_does_not_download_a_state_that_it_must_avoid() -> None:
 def test_the_manifest_decides_which_initial_state_is_right() -> None:
     right, wrong = initial_tip(1.0), initial_tip(2.0)
     assert download([wrong, wrong, right], right.digest).digest == right.digest
+    with pytest.raises(TransferFailed, match="No peer serves"):
+        download([wrong], right.digest)
+
+
+def test_the_initial_state_of_a_run_that_continues_another_is_of_a_later_round() -> None:
+    right, wrong = tip_of(random_state(7), None), tip_of(random_state(8), None)
+    assert (right.head, right.round) == (RUN, 7)
+    assert download([wrong, right, wrong], right.digest).digest == right.digest
     with pytest.raises(TransferFailed, match="No peer serves"):
         download([wrong], right.digest)
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from node.cli import main
-from node.commands.export import GGUF_FILE, RECORD_FILE, _hash_of
 from node.config.manifest import Manifest, RunConfig
 from node.diloco.credit import CreditTable
 from node.diloco.outer import OuterState
 from node.errors import MachineError, UsageError
+from node.publication.model_folder import GGUF_FILE, hash_of
+from node.publication.stores import RECORD_FILE
 from node.swarm.identity import new_identity
 from node.training.gguf_file import import_gguf, write_gguf
 from node.training.model import build_model, flatten, forward, load_flat_
@@ -109,7 +110,7 @@ def use_other_parameters(folder: Path) -> None:
     model: Any = build_model(run_of().model, seed=10)
     model.save_pretrained(folder)
     names = json.loads((folder / RECORD_FILE).read_bytes())["files"]
-    rewrite(folder, files={name: _hash_of(folder / name) for name in names})
+    rewrite(folder, files={name: hash_of(folder / name) for name in names})
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 from node.cli import main
-from node.commands.export import verify_export
+from node.publication.model_folder import verify_model_folder
 folder, parent = Path(sys.argv[1]), Path(sys.argv[2])
 target, random = parent / "out", random.Random(4)
 for name in ("first", "second"):  # The first one also imports.
@@ -281,7 +282,7 @@ for number in range(25):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     if target.exists():
-        verify_export(target, parent / "cache")
+        verify_model_folder(target, parent / "cache")
         target.rename(parent / f"whole-{number}")
         print("whole")
     else:

@@ -1,7 +1,7 @@
 /** HTTP requests to this node, and the session and token that they need. */
 
 import type {
-  Contribution, Fault, History, JournalEntry, LogLine, OwnRun, PauseOrder, ResolvedConfig, RoundRecord, Status, Swarm, Version,
+  Contribution, Fault, GeneratedText, History, JournalEntry, LogLine, OwnRun, PauseOrder, ResolvedConfig, RoundRecord, Status, Swarm, TextRequest, Version,
 } from "./schema";
 
 export type Json = string | number | boolean | null | Json[] | { [key: string]: Json };
@@ -10,6 +10,8 @@ export type Level = LogLine["level"];
 export const LEVELS: readonly Level[] = ["debug", "info", "warning", "error"];
 
 const TIMEOUT_MS = 10_000;
+/** The node loads the model for each text. */
+const GENERATE_MS = 200_000;
 const TOKEN_KEY = "diloco-token";
 
 /** The node answered with an error. */
@@ -96,8 +98,8 @@ function reopenSession(token: string): Promise<void> {
   return pendingSession;
 }
 
-async function send(method: string, path: string, body?: Json): Promise<Response> {
-  const init: RequestInit = { method, signal: AbortSignal.timeout(TIMEOUT_MS) };
+async function send(method: string, path: string, body?: Json, timeoutMs = TIMEOUT_MS): Promise<Response> {
+  const init: RequestInit = { method, signal: AbortSignal.timeout(timeoutMs) };
   if (body !== undefined) {
     init.headers = { "Content-Type": "application/json" };
     init.body = JSON.stringify(body);
@@ -107,16 +109,16 @@ async function send(method: string, path: string, body?: Json): Promise<Response
   throw await toApiError(response);
 }
 
-async function request<T>(method: string, path: string, body?: Json): Promise<T> {
+async function request<T>(method: string, path: string, body?: Json, timeoutMs?: number): Promise<T> {
   let response: Response;
   if (urlToken) await reopenSession(urlToken);
   try {
-    response = await send(method, path, body);
+    response = await send(method, path, body, timeoutMs);
   } catch (error) {
     const token = tokenStore.get();
     if (!(error instanceof ApiError && error.locked && token)) throw error;
     await reopenSession(token);
-    response = await send(method, path, body);
+    response = await send(method, path, body, timeoutMs);
   }
   return (await response.json()) as T;
 }
@@ -142,6 +144,7 @@ export const api = {
   version: () => request<Version>("GET", "/api/v1/version"),
   config: () => request<ResolvedConfig>("GET", "/api/v1/config"),
   change: (part: Json) => request<ResolvedConfig>("PATCH", "/api/v1/config", part),
+  generate: (order: TextRequest) => request<GeneratedText>("POST", "/api/v1/generate", order as unknown as Json, GENERATE_MS),
   act: (action: Action, order?: PauseOrder) =>
     request<{ phase: string }>("POST", `/api/v1/actions/${action}`, order as Json | undefined),
 };

@@ -53,6 +53,11 @@ export interface Fault {
   message: string;
 }
 
+export interface GeneratedText {
+  text: string;
+  round: number;
+}
+
 export interface Health {
   ok: boolean;
   phase: Phase;
@@ -165,6 +170,9 @@ export interface PeerRow {
   owner_name: string;
   team: string;
   compute_utilization_ratio: number | null;
+  publishes: boolean;
+  evaluates: boolean;
+  evaluation: TaskScores | null;
   digest_agrees: boolean | null;
 }
 
@@ -226,6 +234,7 @@ export interface PublicRun {
   credit_round: number | null;
   rounds: PublicRound[];
   losses: LossPoint[];
+  task_scores: TaskScore[];
   samples: PublicSample[];
   invite: string;
 }
@@ -234,6 +243,15 @@ export interface PublicSample {
   number: number;
   prompt: string;
   text: string;
+}
+
+export interface PublicationInfo {
+  to: string;
+  round: number;
+  revision: string;
+  at: string;
+  waiting: number;
+  problem: string;
 }
 
 export interface RankedMember {
@@ -356,6 +374,7 @@ export interface Status {
   devices: DeviceInfo[];
   limits: Record<string, number | null>;
   contribution: ContributionInfo;
+  publication: PublicationInfo;
   month: MonthUsage;
   notices: Notice[];
   pause: PauseInfo;
@@ -375,6 +394,25 @@ export interface SyncInfo {
   last: RoundRecord | null;
 }
 
+export interface TaskScore {
+  name: string;
+  score: number;
+  round: number;
+  members: number;
+}
+
+export interface TaskScores {
+  round: number;
+  state_digest: string;
+  scores: Record<string, unknown>;
+}
+
+export interface TextRequest {
+  prompt?: string;
+  tokens?: number;
+  temperature?: number;
+}
+
 export interface TrainingInfo {
   loss: number | null;
   evaluation_loss: number | null;
@@ -384,6 +422,7 @@ export interface TrainingInfo {
   tokens_total: number;
   tokens_per_second: number;
   samples: Sample[];
+  task_scores: TaskScore[];
 }
 
 export interface Version {

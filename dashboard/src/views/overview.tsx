@@ -13,6 +13,7 @@ import { Headline } from "./headline";
 import { Journal } from "./journal";
 import { Month } from "./month";
 import { RunCard } from "./run-card";
+import { TryModel } from "./try-model";
 
 export function Overview() {
   const now = status.value;
@@ -23,6 +24,8 @@ export function Overview() {
       <Headline status={now} />
       <RunCard />
       {relay ? <RelaySection status={now} /> : <ContributionSection status={now} />}
+      <Publication status={now} />
+      {!relay && now.run.round >= 0 && <TryModel />}
       <Month month={now.month} relay={relay} />
       <Network status={now} />
       <Journal />
@@ -70,6 +73,28 @@ function ContributionSection({ status }: { status: Status }) {
         </Fact>
         <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
         {!!contribution.bytes_relayed && <Fact label="Relayed">{bytes(contribution.bytes_relayed)}</Fact>}
+      </dl>
+    </Section>
+  );
+}
+
+/** What leaves the run for others: publications, and scores in tasks. Nothing if there are none. */
+function Publication({ status }: { status: Status }) {
+  const { publication, training } = status;
+  if (!publication.to && !training.task_scores.length) return null;
+  return (
+    <Section title="Published and evaluated" id="published">
+      <dl class="ledger">
+        {!!publication.to && (
+          <Fact label="Published" note={publication.problem || publication.to}>
+            {publication.round < 0 ? NONE : `round ${count(publication.round)}`}
+          </Fact>
+        )}
+        {training.task_scores.map((task) => (
+          <Fact key={task.name} label={task.name} note={`round ${count(task.round)}, ${many(task.members, "member")}`}>
+            {task.score.toFixed(4)}
+          </Fact>
+        ))}
       </dl>
     </Section>
   );

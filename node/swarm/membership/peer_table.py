@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from node.config.manifest import PROTOCOL_VERSION
 from node.errors import PeerError
 from node.host.printable import printable
-from node.status import PeerRow, Phase
+from node.status import PeerRow, Phase, TaskScores
 from node.swarm.identity import Identity, verify
 from node.swarm.membership.timings import MemberTimings
 from node.swarm.suspend_clock import SuspendClock
@@ -81,6 +81,16 @@ class PeerRecord(BaseModel):
     """Whether the peer relays calls between other peers of the run."""
     via: tuple[Annotated[str, StringConstraints(max_length=64)], ...] = Field((), max_length=MAX_VIA)
     """Peer ids of the relays over which the peer can be called."""
+    publishes: bool = False
+    """Whether the peer publishes the run. All publishers of a round take their turns in an order by hash."""
+    evaluates: bool = False
+    """Whether the peer evaluates the anchor on tasks. Evaluators are drawn by hash."""
+    evaluation: TaskScores | None = None
+    """The peer's newest scores in tasks."""
+
+
+OPTIONAL_FIELDS = ("publishes", "evaluates", "evaluation")
+"""Fields that a record omits while they have their defaults, so that a peer of an earlier version reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,8 @@ class Signed:
 
 
 def sign_record(identity: Identity, record: PeerRecord) -> Signed:
-    body = record.model_dump_json().encode()
+    unused = {name for name in OPTIONAL_FIELDS if not getattr(record, name)}
+    body = record.model_dump_json(exclude=unused).encode()
     return Signed(body, identity.sign(PURPOSE, body))
 
 
@@ -417,6 +428,9 @@ class PeerTable:
                 last_seen_s=round(now_s - heard_at_s.get(r.peer_id, now_s), 1),
                 this_node=r.peer_id == self.me.peer_id,
                 compute_utilization_ratio=r.compute_utilization_ratio,
+                publishes=r.publishes,
+                evaluates=r.evaluates,
+                evaluation=r.evaluation,
             )
             for r in self.live()
         ]

@@ -376,6 +376,6 @@ def read_snapshot(reply: Message, target: Target) -> Snapshot:
     digest = root_digest(snapshot.round, snapshot.tokens, target.parameters, leaves, credit_root, target.moments)
     if digest != snapshot.digest:
         raise PeerError("a state's leaves do not have its digest")
-    if snapshot.round == -1 and target.initial_digest not in (None, snapshot.digest):
+    if snapshot.proof is None and target.initial_digest not in (None, snapshot.digest):
         raise PeerError("a state is not the initial state of the run")
     return snapshot

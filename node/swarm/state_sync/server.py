@@ -65,9 +65,12 @@ class StateSource(Protocol):
 
 
 def joins_at(head: str, round: int, proof: Proof | None, rules: Rules) -> Mapping[str, Join]:
-    """The joins that the record at `head` includes. Raises PeerError if the proof does not lead to that head."""
+    """The joins that the record at `head` includes. Raises PeerError if the proof does not lead to that head.
+
+    Only the initial state has no proof. It is of any round, because a run may be founded from a state of another run.
+    """
     if proof is None:
-        if head != rules.run or round != -1:
+        if head != rules.run:
             raise PeerError("a state comes without proof of its round")
         return {}
     outcome, joins = check_proof(proof, rules.bounds)

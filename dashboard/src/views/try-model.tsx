@@ -1,0 +1,66 @@
+/** A box in which the owner tries the model while it learns. */
+
+import { useSignal } from "@preact/signals";
+import { api, errorText } from "../api/client";
+import type { GeneratedText } from "../api/schema";
+import { Section } from "../components/text";
+import { clean } from "../format/sanitize";
+
+const LONGEST_PROMPT = 2000;
+const TOKENS = 64;
+const TEMPERATURE = 0.8;
+
+export function TryModel() {
+  const prompt = useSignal("");
+  const answer = useSignal<{ prompt: string; found: GeneratedText } | null>(null);
+  const problem = useSignal("");
+  const busy = useSignal(false);
+
+  async function ask(event: Event): Promise<void> {
+    event.preventDefault();
+    const text = prompt.value;
+    if (busy.value || !text) return;
+    busy.value = true;
+    problem.value = "";
+    try {
+      answer.value = { prompt: text, found: await api.generate({ prompt: text, tokens: TOKENS, temperature: TEMPERATURE }) };
+    } catch (error) {
+      problem.value = errorText(error);
+    } finally {
+      busy.value = false;
+    }
+  }
+
+  return (
+    <Section title="Try the model" id="try">
+      <form class="try" onSubmit={(event) => void ask(event)}>
+        <label for="try-prompt">The model continues this text</label>
+        <textarea
+          id="try-prompt"
+          rows={3}
+          maxLength={LONGEST_PROMPT}
+          value={prompt.value}
+          onInput={(event) => (prompt.value = event.currentTarget.value)}
+        />
+        <p>
+          <button type="submit" class="button" disabled={busy.value || !prompt.value}>
+            {busy.value ? "The model is loading" : "Continue"}
+          </button>{" "}
+          <span class="quiet">Uses the newest checkpoint. It takes some seconds, and training has priority.</span>
+        </p>
+      </form>
+      <div aria-live="polite">
+        {problem.value && <p class="problem">{problem.value}</p>}
+        {answer.value && (
+          <figure data-testid="answer">
+            <pre>
+              <b>{clean(answer.value.prompt)}</b>
+              {clean(answer.value.found.text)}
+            </pre>
+            <figcaption class="quiet">After round {answer.value.found.round}. Nobody has written or checked this text.</figcaption>
+          </figure>
+        )}
+      </div>
+    </Section>
+  );
+}

@@ -1,0 +1,20 @@
+"""Evaluates a model folder on tasks of lm-eval, as members of the run do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from node.config.schema import Config
+from node.errors import UsageError
+from node.publication.tasks import evaluate_folder
+from node.training.model import silence_transformers
+
+
+def evaluate(config: Config, folder: Path) -> dict[str, float]:
+    """Return the scores by TASK/METRIC. Raises UsageError if the folder has no model, and as `evaluate_folder`."""
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} has no model: name a folder that `export` or a publication has written.")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    silence_transformers()
+    return evaluate_folder(folder, config.evaluate)

@@ -1,0 +1,84 @@
+"""The process that evaluates waiting rounds on tasks: `python -m node.worker.evaluator`.
+
+It reads one line of JSON from stdin, the configuration, writes an `EvaluatorEvent` as a line of JSON to stdout, and
+ends. Of several waiting rounds it evaluates the newest and forgets the others. The last line of stderr says why it
+failed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+
+from node.config.manifest import read_manifest
+from node.config.schema import Config
+from node.errors import NodeError
+from node.host.parent_death import die_with_parent
+from node.host.priority import WORKING_NICENESS, lower_priority
+from node.publication.waiting_rounds import WaitingRounds
+from node.status import TaskScores, Value
+
+FOLDER = "evaluate"
+"""Folder of the waiting rounds, in the data folder."""
+SCRATCH = ".scratch"
+
+
+class EvaluatorEvent(Value):
+    round: int
+    scores: TaskScores | None
+    reason: str = ""
+    """Why there are no scores, with the remedy."""
+
+
+def evaluate_waiting(config: Config, tell: Callable[[EvaluatorEvent], None]) -> None:
+    """Evaluate the newest waiting round. It is not tried again, whether it can be evaluated or not."""
+    folder = config.node.data_dir / FOLDER
+    rounds = WaitingRounds(folder)
+    waiting = rounds.all()
+    for older in waiting[:-1]:
+        rounds.remove(older)
+    if not waiting:
+        return
+    from node.publication.model_folder import write_model_folder
+    from node.publication.tasks import evaluate_folder
+    from node.training.checkpoint import read_outer
+    from node.training.tokenizer import open_tokenizer
+
+    newest, scratch = waiting[-1], folder / SCRATCH
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        checkpoint = read_outer(newest.folder)
+        manifest = read_manifest((config.node.data_dir / "manifest.json").read_bytes())
+        tokenizer = open_tokenizer(manifest.run.data.tokenizer, config.node.text_folder, config.node.hub_cache)
+        write_model_folder(manifest, checkpoint, scratch, tokenizer=tokenizer, command="")
+        rounds.remove(newest)  # Now, so that a task that crashes this process does so once.
+        found = evaluate_folder(scratch, config.evaluate)
+        scores = TaskScores(round=checkpoint.round, state_digest=checkpoint.state_digest, scores=found)
+        event = EvaluatorEvent(round=newest.round, scores=scores)
+    except NodeError as exc:
+        event = EvaluatorEvent(round=newest.round, scores=None, reason=str(exc))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    rounds.remove(newest)
+    tell(event)
+
+
+def main() -> int:
+    die_with_parent(os.getppid())
+    lower_priority(WORKING_NICENESS)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
+        os.dup2(2, 1)  # Packages print to stdout.
+        config = Config.model_validate_json(sys.stdin.readline())
+        import torch
+
+        from node.training.device import threads_per_rank
+
+        torch.set_num_threads(threads_per_rank(config.limits.cpu_threads, 1))
+        evaluate_waiting(config, lambda event: print(event.model_dump_json(), file=answers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The worker's part of publishing: which rounds are due, whose turn it is, and what the owner is told.
+
+The process `node.worker.publisher` does the work. Its failure never harms the node.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from pydantic import ValidationError
+
+from node.config.manifest import Manifest
+from node.config.publish_address import parse_publish_address
+from node.config.schema import Config
+from node.publication.model_card import CurvePoint, read_curve, with_point, write_curve
+from node.publication.publisher import PublishEvent
+from node.publication.waiting_rounds import WaitingRounds
+from node.status import PublicationInfo, RoundRecord, utc_now
+from node.swarm.chain.chain import Tip
+from node.swarm.consensus.leader_election import leader_order
+from node.swarm.member import MemberSnapshot
+from node.training.checkpoint import CheckpointStore
+from node.worker.counters import WorkCounters
+from node.worker.duty_process import DutyProcess
+from node.worker.publisher import CURVE_FILE, FOLDER, PublisherStart
+from node.worker.reporter import Reporter
+
+logger = logging.getLogger(__name__)
+
+NOTICE = "publish"
+SPARE_TURNS = 2
+"""After the run's end, the node waits for its own turn and so many more until the last round is published."""
+
+
+def rank_of(head: str, peer_id: str, publishers: set[str]) -> int:
+    """The place of a node in the order in which the publishers of the round with this head take their turns."""
+    return leader_order(f"publish {head}", sorted({peer_id, *publishers})).index(peer_id)
+
+
+class Publishing:
+    """`saved` is called on the checkpointer's thread, all other methods on the main thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        manifest: Manifest,
+        store: CheckpointStore,
+        reporter: Reporter,
+        counters: WorkCounters,
+        view: Callable[[], MemberSnapshot],
+        *,
+        command: Callable[..., DutyProcess] = DutyProcess,
+    ) -> None:
+        self._config, self._run, self._store = config, manifest.run, store
+        self._reporter, self._counters, self._view = reporter, counters, view
+        self._folder = config.node.data_dir / FOLDER
+        self._rounds = WaitingRounds(self._folder)
+        self._events: queue.SimpleQueue[PublishEvent | str] = queue.SimpleQueue()
+        self._newest_added = ""
+        self._ends_at_s = 0.0
+        self._process: DutyProcess | None = None
+        if self.is_on:
+            self._place = str(parse_publish_address(config.publish.to))
+            reporter.publication = PublicationInfo(to=self._place, waiting=len(self._rounds.all()))
+            self._process = command("node.worker.publisher", self._start, self._rounds, self._on_line, self._events.put)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._config.publish.to)
+
+    def is_due(self, round_: int, tokens: int) -> bool:
+        """Whether the state after this round is published. It then needs a checkpoint."""
+        is_last = tokens >= self._run.total_tokens
+        return self.is_on and round_ >= 0 and (is_last or (round_ + 1) % self._config.publish.every_rounds == 0)
+
+    def saved(self, tip: Tip) -> None:
+        """Let the round wait for its publication if it is due. Its checkpoint is on the disk."""
+        is_first = tip.proof is None  # The state from which the run was founded.
+        if is_first or tip.head == self._newest_added or not self.is_due(tip.round, tip.state.tokens):
+            return
+        view = self._view()
+        rank = rank_of(tip.head, view.peer_id, {row.peer_id for row in view.rows if row.publishes})
+        try:
+            is_new = self._rounds.add(self._store, tip.round, tip.digest, rank)
+        except OSError as exc:
+            logger.warning("Round %d is not published by this node, as its disk refused it: %s", tip.round, exc)
+            return
+        self._newest_added = tip.head
+        if is_new and self._process is not None:
+            logger.info("Round %d is due to be published; this node is number %d in turn.", tip.round, rank + 1)
+            self._process.wake()
+
+    def chain_left(self) -> None:
+        """Forget the rounds that wait, because the node has left their chain."""
+        self._rounds.clear()
+
+    def round_over(self, record: RoundRecord) -> None:
+        """Add a committed round to the curve on the card."""
+        if not self.is_on or not record.head or record.dropped:
+            return
+        path = self._folder / CURVE_FILE
+        point = CurvePoint(record.round, record.swarm_tokens, record.training_loss, record.evaluation_loss)
+        try:
+            write_curve(path, with_point(read_curve(path, until_round=record.round), point))
+        except OSError as exc:
+            logger.warning("The curve could not be written to %s: %s", path, exc.strerror)
+
+    def attend(self) -> None:
+        """Report what the process has done."""
+        with suppress(queue.Empty):
+            while True:
+                event = self._events.get_nowait()
+                if isinstance(event, str):
+                    self._tell_failure(f"Publishing does not work: {event}")
+                else:
+                    self._handle(event)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the node may end after the run's last round: it is published, or this node has waited too long."""
+        if not self.is_on:
+            return True
+        waiting = self._rounds.all()
+        if not self._ends_at_s and waiting:
+            turns = max(one.turn.rank for one in waiting) + SPARE_TURNS
+            self._ends_at_s = time.monotonic() + turns * self._config.publish.turn_s
+        return not waiting or time.monotonic() >= self._ends_at_s
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    def _start(self) -> str:
+        return PublisherStart(config=self._config, peer_id=self._view().peer_id).model_dump_json()
+
+    def _on_line(self, line: str) -> None:
+        try:
+            self._events.put(PublishEvent.model_validate_json(line))
+        except ValidationError:
+            self._events.put(f"its process wrote {line[:80]!r}")
+
+    def _handle(self, event: PublishEvent) -> None:
+        counts = self._counters.totals.publications
+        counts[event.result] = counts.get(event.result, 0) + 1
+        if event.result == "failed":
+            self._tell_failure(f"Round {event.round} is not published yet: {event.reason}")
+            return
+        info = self._reporter.publication.model_copy(update={"waiting": len(self._rounds.all())})
+        if event.result == "given_up":
+            logger.warning("Round %d is not published by this node: %s", event.round, event.reason)
+        elif event.result == "superseded":
+            text = (
+                "Round %d is not published, as a later round is at %s. If that is of another run, name another place."
+            )
+            logger.warning(text, event.round, self._place)
+        else:
+            by = "this node" if event.result == "published" else "another node"
+            logger.info("Round %d is published at %s as %s by %s.", event.round, self._place, event.revision, by)
+            info = info.model_copy(update={"round": event.round, "revision": event.revision, "at": utc_now()})
+        self._reporter.publication = info.model_copy(update={"problem": ""})
+        self._reporter.notice(NOTICE, "")
+
+    def _tell_failure(self, text: str) -> None:
+        """Tell the owner, and log a problem once."""
+        if self._reporter.publication.problem != text:
+            logger.warning("%s", text)
+        self._reporter.publication = self._reporter.publication.model_copy(update={"problem": text})
+        self._reporter.notice(NOTICE, text)

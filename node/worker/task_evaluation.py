@@ -1,0 +1,184 @@
+"""The worker's part of evaluation on tasks: which rounds this node is drawn for, and the medians of all members.
+
+The process `node.worker.evaluator` computes the scores, at low priority and on the CPU. Members tell their scores in
+their peer records, and not in the record of a round, which all members would have to agree on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import statistics
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from pydantic import ValidationError
+
+from node.config.schema import Config
+from node.host.files import write_whole
+from node.publication.waiting_rounds import WaitingRounds
+from node.status import PeerRow, RoundRecord, TaskScore, TaskScores
+from node.swarm.chain.chain import Tip
+from node.swarm.consensus.leader_election import leader_order
+from node.swarm.member import MemberSnapshot
+from node.training.checkpoint import CheckpointStore
+from node.worker.duty_process import DutyProcess
+from node.worker.evaluator import FOLDER, EvaluatorEvent
+from node.worker.reporter import Reporter
+
+logger = logging.getLogger(__name__)
+
+NOTICE = "evaluate"
+SCORES_FILE = "scores.json"
+MOST_DIGESTS = 4096
+"""States of this node's chain whose scores it believes."""
+
+
+def is_drawn(head: str, peer_id: str, evaluators: set[str], members: int) -> bool:
+    """Whether a node is one of the evaluators of the state at this head. All can compute the draw."""
+    return peer_id in leader_order(f"evaluate tasks {head}", sorted({peer_id, *evaluators}))[:members]
+
+
+class TaskMedians:
+    """The medians of what members say about the newest evaluated state of this node's chain."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, str] = {}
+
+    def know(self, round_: int, state_digest: str) -> None:
+        """Note the state after a round. Later states are of a chain that the node has left."""
+        self._digests = {number: digest for number, digest in self._digests.items() if number < round_}
+        self._digests[round_] = state_digest
+        while len(self._digests) > MOST_DIGESTS:
+            del self._digests[min(self._digests)]
+
+    def of(self, rows: Iterable[PeerRow]) -> tuple[TaskScore, ...]:
+        """The medians by name. Scores of unknown states do not count, so nobody can make up a newer one."""
+        told = [row.evaluation for row in rows if row.evaluation is not None]
+        known = [one for one in told if self._digests.get(one.round) == one.state_digest]
+        newest = max((one.round for one in known), default=-1)
+        scores = [one.scores for one in known if one.round == newest]
+        return tuple(
+            TaskScore(name=name, score=statistics.median(values), round=newest, members=len(values))
+            for name in sorted({name for one in scores for name in one})
+            if (values := [one[name] for one in scores if name in one])
+        )
+
+
+class TaskEvaluation:
+    """`saved` is called on the checkpointer's thread, all other methods on the main thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: CheckpointStore,
+        reporter: Reporter,
+        view: Callable[[], MemberSnapshot],
+        tell_peers: Callable[[TaskScores], None],
+        *,
+        command: Callable[..., DutyProcess] = DutyProcess,
+    ) -> None:
+        self._config, self._cfg, self._store = config, config.evaluate, store
+        self._reporter, self._view, self._tell_peers = reporter, view, tell_peers
+        folder = config.node.data_dir / FOLDER
+        self._rounds, self._scores_file = WaitingRounds(folder), folder / SCORES_FILE
+        self._medians = TaskMedians()
+        self._events: queue.SimpleQueue[EvaluatorEvent | str] = queue.SimpleQueue()
+        self._rows: tuple[PeerRow, ...] | None = None
+        self._newest_added = ""
+        self._problem = ""
+        self._process: DutyProcess | None = None
+        if self.is_on:
+            self._tell_stored()
+            self._process = command(
+                "node.worker.evaluator", config.model_dump_json, self._rounds, self._on_line, self._events.put
+            )
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._cfg.tasks)
+
+    def is_due(self, round_: int) -> bool:
+        """Whether the state after this round is evaluated, by this node if it is drawn."""
+        return self.is_on and round_ >= 0 and (round_ + 1) % self._cfg.every_rounds == 0
+
+    def saved(self, tip: Tip) -> None:
+        """Let the round wait for its evaluation if it is due and this node is drawn. Its checkpoint is on the disk."""
+        if not self.is_due(tip.round) or tip.head == self._newest_added:
+            return
+        view = self._view()
+        self._newest_added = tip.head
+        evaluators = {row.peer_id for row in view.rows if row.evaluates}
+        if not is_drawn(tip.head, view.peer_id, evaluators, self._cfg.members):
+            return
+        try:
+            is_new = self._rounds.add(self._store, tip.round, tip.digest, 0)
+        except OSError as exc:
+            logger.warning("Round %d is not evaluated on tasks, as the disk refused it: %s", tip.round, exc)
+            return
+        if is_new and self._process is not None:
+            self._process.wake()
+
+    def chain_left(self) -> None:
+        """Forget the rounds that wait, because the node has left their chain."""
+        self._rounds.clear()
+
+    def know(self, round_: int, state_digest: str) -> None:
+        self._medians.know(round_, state_digest)
+
+    def round_over(self, record: RoundRecord) -> None:
+        if record.head and not record.dropped:
+            self._medians.know(record.round, record.state_digest)
+
+    def attend(self) -> None:
+        """Tell the swarm what the process has found, and report the medians of all members."""
+        with suppress(queue.Empty):
+            while True:
+                event = self._events.get_nowait()
+                if isinstance(event, str):
+                    self._tell_problem(f"Evaluation on tasks does not work: {event}")
+                else:
+                    self._handle(event)
+        rows = self._view().rows
+        if rows is not self._rows:
+            self._rows = rows
+            self._reporter.set_task_scores(self._medians.of(rows))
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    def _on_line(self, line: str) -> None:
+        try:
+            self._events.put(EvaluatorEvent.model_validate_json(line))
+        except ValidationError:
+            self._events.put(f"its process wrote {line[:80]!r}")
+
+    def _handle(self, event: EvaluatorEvent) -> None:
+        scores = event.scores
+        if scores is None:
+            self._tell_problem(f"Round {event.round} is not evaluated on tasks: {event.reason}")
+            return
+        text = ", ".join(f"{name} {score:.4f}" for name, score in scores.scores.items())
+        logger.info("Round %d is evaluated on tasks: %s.", scores.round, text)
+        self._tell_peers(scores)
+        self._tell_problem("")
+        try:
+            write_whole(self._scores_file, scores.model_dump_json(), forced=False)
+        except OSError as exc:
+            logger.warning("The scores could not be written to %s: %s", self._scores_file, exc.strerror)
+
+    def _tell_stored(self) -> None:
+        """Tell the scores from before a restart again."""
+        with suppress(OSError, ValidationError):
+            scores = TaskScores.model_validate_json(self._scores_file.read_bytes())
+            self._medians.know(scores.round, scores.state_digest)
+            self._tell_peers(scores)
+
+    def _tell_problem(self, text: str) -> None:
+        """Tell the owner, and log a problem once. An empty text withdraws it."""
+        if text and text != self._problem:
+            logger.warning("%s", text)
+        if text != self._problem:
+            self._reporter.notice(NOTICE, text)
+        self._problem = text
