@@ -73,6 +73,7 @@ FAILURE_REASONS = (
     "too_few_peers", "leader_lost", "reducer_lost", "left_out", "rejected", "timeout", "not_finite", "round_failed",
 )  # fmt: skip
 REJECT_REASONS = ("bad_message", "bad_signature", "bad_size", "not_finite", "bad_norm", "bad_weight", "equivocation")
+AMENDMENT_REFUSALS = ("forged", "replayed", "late", "early", "conflicting", "oversized", "invalid")
 REACHABILITIES = ("direct", "relay", "none")
 TRANSPORTS = ("direct", "relay")
 

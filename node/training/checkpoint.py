@@ -73,6 +73,8 @@ class Checkpoint:
     momentum: Tensor
     credit: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))
     """The encoded `CreditTable`, uint8 [B]."""
+    amendments: str = ""
+    """The accepted amendments of the run, as in `OuterState`."""
     local: Tensor | None = None
     """This node's parameters; None if they equal the anchor."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
@@ -180,6 +182,14 @@ class CheckpointStore:
             else:
                 log.warning("The checkpoint %s is damaged (%s). The previous one is used.", path.name, error)
         return newest
+
+    def newest_amendments(self) -> str:
+        """The amendments in the newest checkpoint, which are read alone; empty without a readable one."""
+        for path in self._candidates():
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                body = json.loads((path / META).read_bytes())["body"]
+                return str(body.get("amendments", ""))
+        return ""
 
     def put_aside(self) -> None:
         """Exclude all checkpoints from the next start, because the other members do not accept their state.
@@ -346,7 +356,9 @@ def _read(folder: Path, *, with_local: bool) -> Checkpoint:
         raise ValueError(f"the checksum of {META} is wrong")
     outer = read_tensors(folder / OUTER, body["files"][OUTER])
     local = read_tensors(folder / LOCAL, body["files"][LOCAL]) if with_local else {}
-    values: dict[str, Any] = {name: body[name] for name in _META_FIELDS} | {"leaves": tuple(body["leaves"])}
+    # Checkpoints from before there were amendments have none.
+    values: dict[str, Any] = {name: body[name] for name in _META_FIELDS if name in body or name != "amendments"}
+    values["leaves"] = tuple(body["leaves"])
     return Checkpoint(
         **values,
         anchor=outer["anchor"],

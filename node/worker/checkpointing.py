@@ -51,6 +51,7 @@ def outer_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
         anchor=tip.state.anchor,
         momentum=tip.state.momentum,
         credit=_tensor_of(tip.state.credit.encode()),
+        amendments=tip.state.amendments.decode(),
         records=[dataclasses.asdict(link) for link in tip.links],
         extra={"proof": tip.proof.model_dump(mode="json") if tip.proof else None},
     )
@@ -71,7 +72,14 @@ def tip_of_checkpoint(checkpoint: Checkpoint, rules: Rules) -> Tip:
         credit = decode_credit(checkpoint.credit.numpy().tobytes())
     except ValueError as exc:
         raise PeerError(str(exc)) from exc
-    state = OuterState(checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens, credit)
+    state = OuterState(
+        checkpoint.anchor,
+        checkpoint.momentum,
+        checkpoint.round,
+        checkpoint.tokens,
+        credit,
+        checkpoint.amendments.encode(),
+    )
     proof = checkpoint.extra.get("proof")
     links = tuple(Link(**{**record, "members": tuple(record["members"])}) for record in checkpoint.records)
     return verified_tip(
@@ -93,7 +101,16 @@ class CheckpointSource:
     def publish(self, tip: Tip) -> None:
         """Serve the checkpoint of this tip, which is on the disk. Removes partial downloads, as none is needed now."""
         state = tip.state
-        new = Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, state.credit.root)
+        new = Snapshot(
+            tip.round,
+            tip.head,
+            state.tokens,
+            tip.digest,
+            tip.leaves,
+            tip.proof,
+            state.credit.root,
+            state.amendments,
+        )
         self._credit = {old.digest: self._credit[old.digest] for old in self._snapshots if old.digest in self._credit}
         self._credit[tip.digest] = state.credit.encode()
         on_disk = set(self._store.rounds())

@@ -186,6 +186,7 @@ class Leader:
             owners=chunk_owners(
                 len(self._ctx.layout.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])
             ),
+            amendment=self._ctx.pool.next(),
         )
         # After a crash, the next process of this node makes another plan. Members that know this one must not mix them.
         await self._save_promise(attempt)
@@ -274,6 +275,8 @@ class Leader:
         replies = await self._ask_all(attempt, busy, "average", message, self._ctx.rules.bulk_s)
         hashes: dict[int, bytes] = {}
         squares: list[list[float]] = []
+        if not busy:  # The run is paused, so there is nothing to average.
+            return hashes, []
         for peer, reply in replies.items():
             chunks = plan.chunks_of(peer)
             given = _values(bytes, reply.header.get("hashes"), len(chunks))

@@ -46,6 +46,8 @@ class Snapshot:
     """The commit certificate of `head`; None for the initial state."""
     credit_root: bytes = EMPTY.root
     """Root of the table of credit, which is the part after the last leaf."""
+    amendments: bytes = b""
+    """The accepted amendments (`config.amendments.encode_list`)."""
 
 
 class StateSource(Protocol):
@@ -64,13 +66,19 @@ class StateSource(Protocol):
         """The oldest round from which a joiner, or this node after a crash, will replay."""
 
 
-def joins_at(head: str, round: int, proof: Proof | None, rules: Rules) -> Mapping[str, Join]:
-    """The joins that the record at `head` includes. Raises PeerError if the proof does not lead to that head."""
+def joins_at(
+    head: str, round: int, proof: Proof | None, rules: Rules, amendments: bytes = b""
+) -> Mapping[str, Join]:
+    """The joins that the record at `head` includes. Raises PeerError if the proof does not lead to that head.
+
+    `rules` are those of the manifest, and `amendments` are those of the state at the head.
+    """
+    rules.check_amendments(amendments)
     if proof is None:
         if head != rules.run or round != -1:
             raise PeerError("a state comes without proof of its round")
         return {}
-    outcome, joins = check_proof(proof, rules.bounds)
+    outcome, joins = check_proof(proof, rules.bounds_in(amendments))
     if proof.outcome.hash != head or outcome.round != round:
         raise PeerError("a state's proof is for another round")
     return included_joins(outcome, joins)
@@ -83,10 +91,12 @@ def verified_tip(
 
     `links` are the rounds that led to the head, if they are known.
     """
-    included = joins_at(head, state.round, proof, rules)
+    amendments = state.amendments
+    included = joins_at(head, state.round, proof, rules, amendments)
     if not links and proof is not None:
-        links = read_links([proof.model_dump_json()], rules.bounds)
-    return make_tip(state, head, proof, rules.outer, included, now_s, links)
+        links = read_links([proof.model_dump_json()], rules.bounds_in(amendments))
+    outer, next_outer = (rules.at(amendments, round_).outer for round_ in (state.round, state.round + 1))
+    return make_tip(state, head, proof, outer, included, now_s, links, next_outer)
 
 
 class StateServer:
@@ -126,7 +136,7 @@ class StateServer:
         if message.header.get("brief") is True:
             return Message(header)
         proof = snapshot.proof.model_dump_json().encode() if snapshot.proof else b""
-        return Message(header, [b"".join(snapshot.leaves), proof, snapshot.credit_root])
+        return Message(header, [b"".join(snapshot.leaves), proof, snapshot.credit_root, snapshot.amendments])
 
     async def _on_leaf(self, caller: str, message: Message) -> Message:
         digest, index = message.header.get("digest"), message.header.get("index")
@@ -166,12 +176,26 @@ class ChainServer:
             raise PeerError("a request for a chain has the wrong form")
         tip, newest = self._ctx.chain.tip, heads[0] if heads else ""
         header = {"head": tip.head, "age_s": self._ctx.age_s, "light": False}
+        amendments = {"amendments": tip.state.amendments} if tip.state.amendments else {}
         proofs = self._ctx.chain.proofs_after(newest)
         if (proofs or newest == tip.head) and message.header.get("light") is not True:
             return Message(header, _first(proofs))
         known = set(heads_of(tip.links, tip.head))
         common = next((head for head in heads if head in known), "")
-        return Message(header | {"light": True}, [link.text.encode() for link in links_after(tip.links, common)])
+        return Message(header | amendments | {"light": True}, [link.text.encode() for link in links_after(tip.links, common)])
+
+
+def links_of(reply: Message, rules: Rules) -> tuple[Link, ...]:
+    """Check and return the light proofs of a reply to `chain`. Raises PeerError. Slow.
+
+    The peer also sends the amendments of its chain, which decide how many members and chunks each round had. `rules` are
+    those of the manifest.
+    """
+    amendments = reply.header.get("amendments", b"")
+    if not isinstance(amendments, bytes):
+        raise PeerError("the amendments of a chain have the wrong form")
+    rules.check_amendments(amendments)
+    return read_links(reply.blobs, rules.bounds_in(amendments))
 
 
 def _first(proofs: Sequence[Proof]) -> list[bytes]:
