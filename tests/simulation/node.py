@@ -21,7 +21,7 @@ from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Chain, Tip
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
-from node.swarm.consensus.context import Rules
+from node.swarm.consensus.context import Rules, rules_after
 from node.swarm.consensus.participant import Participant
 from node.swarm.faults import Faults
 from node.swarm.identity import Identity
@@ -56,8 +56,8 @@ class Disk:
         for tip in reversed(self.checkpoints):
             if not name or tip.head.startswith(name) or tip.digest.startswith(name):
                 state = tip.state
-                root = state.credit.root
-                return Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, root)
+                parts = tip.leaves, tip.proof, state.credit.root, state.amendments
+                return Snapshot(tip.round, tip.head, state.tokens, tip.digest, *parts)
         return None
 
     def leaf(self, digest: str, index: int) -> bytes:
@@ -155,12 +155,18 @@ class SimulatedNode:
         """Maps (parent, peer id, norm) to the chunks that the node offered. All nodes share this map. After a crash, a
         node offers another contribution to the same round."""
         self.on_replayed: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
+        self.on_offered: Callable[[SimulatedNode, Tip], None] = lambda _node, _tip: None
         self.on_downloaded: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
 
     @property
     def tip(self) -> Tip:
         """The tip; the initial state as long as a joiner has none."""
         return self.chain.tip if hasattr(self, "chain") else self.genesis
+
+    @property
+    def rules_now(self) -> Rules:
+        """The rules of the round after the tip."""
+        return rules_after(self.rules, self.tip)
 
     @property
     def is_alive(self) -> bool:
@@ -220,7 +226,9 @@ class SimulatedNode:
         self.catch_up = CatchUp(self.participant, self._lose)
         StateServer(wire, Served(self.disk, wire.adversary.served) if wire.adversary else self.disk)
         self._say_tip()
-        tasks += [asyncio.ensure_future(self.participant.run()), asyncio.ensure_future(self.catch_up.run())]
+        participant = self.participant
+        runs = participant.run(), participant.accept_amendments(), participant.pool.run(), self.catch_up.run()
+        tasks += map(asyncio.ensure_future, runs)
         while await self.participant.committer.replay_next():
             pass
         self.on_replayed(self, self.chain.tip.round)
@@ -284,7 +292,7 @@ class SimulatedNode:
                 continue
             self._news.clear()
             self._apply()
-            if self._tracker.in_flight is not None:
+            if self._tracker.in_flight is not None or self.rules_now.is_paused:
                 await self._news.wait()
             elif steps := self._steps_left():
                 await self._step(steps)
@@ -298,6 +306,8 @@ class SimulatedNode:
         for mail in commits:
             if mail.tip.round % self.habits.checkpoint_rounds == 0:
                 self.disk.save(mail.tip)
+            if self.rules.at(mail.tip.state.amendments, mail.tip.round).is_paused:
+                continue  # The round has no contribution.
             update = self._tracker.round_over(0, mail.included, 0, is_newest=mail is commits[-1])
             self.merged_tokens += update.counted_tokens
             self.trained_tokens += self._steps * self.habits.tokens_per_step
@@ -305,7 +315,7 @@ class SimulatedNode:
 
     def _steps_left(self) -> int:
         """The inner steps until a contribution is due, as in `worker.trainer`. 0 means that it is due now."""
-        tip, step_s, rule = self.chain.tip, self.habits.step_s, self.rules.closing
+        tip, step_s, rule = self.chain.tip, self.habits.step_s, self.rules_now.closing
         least = 0 if self._tracker.pending_tokens(0) else 1
         if rule.policy == "time" and tip.round_s is not None:
             # This is the number of steps after which `diloco.schedule.is_time_up` is true.
@@ -333,7 +343,8 @@ class SimulatedNode:
         self._tracker.add_tokens(steps * self.habits.tokens_per_step)
 
     def _offer(self, tip: Tip) -> None:
-        layout = self.rules.layout_at(tip.round + 1)
+        layout = self.rules_now.layout_at(tip.round + 1)
+        self.on_offered(self, tip)
         generator = torch.Generator().manual_seed((100 * self.lives + tip.round + 1) * 100 + self.number)
         vector = torch.randn(layout.bounds[-1][1], generator=generator)
         chunks = [layout.codec.encode(vector[start:end]) for start, end in layout.bounds]

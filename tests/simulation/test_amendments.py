@@ -1,0 +1,124 @@
+"""Amendments on virtual time: nodes that crash, join, split and replay use the same settings in each round."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from node.config.amendments import Amendment, decode_list
+from node.swarm.chain.chain import Tip
+from node.swarm.governance.charter import AmendmentRefused, sign_amendment
+from tests.simulation.node import SimulatedNode
+from tests.simulation.run import World, quiet, simulate
+from tests.simulation.scenario import QUIET_S, Scenario, draw
+
+SEEDS = range(40)
+# A world may end between the creation of a call and its first step.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .*SimulatedWire.call.* was never awaited:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    quiet()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Founder:
+    """Steers a simulated run from node 0, with changes that are drawn from the seed."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.node = world, world.nodes[0]
+        self.rng = random.Random(f"founder {world.scenario.seed}")
+        self.used: dict[tuple[str, int], set[tuple[int, int]]] = {}
+        """For each head, what the nodes that contributed to the next round used: the chunks and the inner steps."""
+        self.is_resumed = True
+        for node in world.nodes:
+            node.on_offered = self._offered
+
+    def _offered(self, node: SimulatedNode, tip: Tip) -> None:
+        if not node.hostility:
+            used = len(node.rules_now.layout_at(tip.round + 1).bounds), tip.inner_steps
+            self.used.setdefault((tip.head, tip.round + 1), set()).add(used)
+
+    def _draw(self, at_end: bool) -> tuple[str, dict[str, Any]]:
+        if at_end or (not self.is_resumed and self.rng.random() < 0.7):
+            return "resume", {}
+        if self.rng.random() < 0.25:
+            return "pause", {}
+        choices: list[dict[str, Any]] = [
+            {"round.inner_steps": self.rng.randint(4, 20)},
+            {"sync.codec": self.rng.choice(("fp16", "fp32"))},
+            {"round.min_peers": 1, "outer.lr": self.rng.choice((0.1, 0.5))},
+            {"total_tokens": self.rng.randint(10**9, 10**10), "round.quorum_ratio": 0.5},
+        ]
+        return "amend", self.rng.choice(choices)
+
+    def submit(self, *, at_end: bool = False) -> None:
+        """Submit the next amendment, if node 0 is there."""
+        node = self.node
+        if not node.is_training or node.participant.pool.pending:
+            return
+        tip = node.chain.tip
+        action, changes = self._draw(at_end)
+        amendment = Amendment(
+            run=node.rules.run,
+            number=len(decode_list(tip.state.amendments)) + 1,
+            from_round=tip.round + 2 + self.rng.randint(0, 3),
+            action=action,  # type: ignore[arg-type]
+            changes=changes,
+        )
+        try:
+            node.participant.pool.add(sign_amendment(node.identity, amendment))
+        except AmendmentRefused as exc:
+            assert exc.refusal == "invalid", exc  # Such as min_peers in a scenario that does not allow it.
+            return
+        self.is_resumed = action != "pause" and (self.is_resumed or action == "resume")
+
+
+async def steered(world: World) -> None:
+    """Run a scenario while the founder submits amendments at random moments, and resumes the run at the end."""
+    founder, loop = Founder(world), world.loop
+    world.founder = founder  # type: ignore[attr-defined]
+    stormy_s = world.scenario.length_s - QUIET_S
+    for _ in range(8):
+        loop.call_later(founder.rng.uniform(2.0, stormy_s + 20.0), founder.submit)
+    for after_s in (25.0, 40.0, 55.0, 70.0):
+        loop.call_later(stormy_s + after_s, lambda: founder.submit(at_end=True))
+    await world.run()
+
+
+def steered_scenario(seed: int) -> Scenario:
+    drawn = draw(seed)
+    return replace(drawn, is_steered=True, hostile="", joiners_download=bool(seed % 2))
+
+
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
+def test_all_nodes_use_the_same_settings_in_each_round(first: int) -> None:
+    accepted = joined = 0
+    for seed in SEEDS[first : first + 10]:
+        report, world = simulate(steered_scenario(seed), run=steered)
+        assert report.violations == [], seed
+        founder, rules = world.founder, world.rules  # type: ignore[attr-defined]
+        newest = max(world.nodes, key=lambda node: node.tip.round).tip
+        amendments = decode_list(newest.state.amendments)
+        accepted += len(amendments)
+        joined += sum(node.downloads for node in world.nodes)
+        on_chain = {link.parent for link in newest.links}
+        for (head, round_), used in founder.used.items():
+            assert len(used) == 1, (seed, round_, used)
+            if head in on_chain:
+                now = rules.at(newest.state.amendments, round_)
+                assert not now.is_paused, (seed, round_)
+                assert used == {(len(now.layout_at(round_).bounds), now.outer.inner_steps)}, (seed, round_)
+        for one in amendments:
+            assert one.round < one.signed.amendment.from_round
+            assert json.loads(one.signed.text)["run"] == rules.run
+    assert accepted >= 10
+    assert joined > 0
