@@ -158,6 +158,10 @@ class RunInfo(Value):
     swarm_tokens: int = 0
     total_tokens: int = 0
     """The number of swarm tokens at which the run is complete; 0 until the manifest is known."""
+    is_paused: bool = False
+    """Whether an amendment has paused the run, so that no member trains."""
+    amendments: int = 0
+    """The number of accepted amendments; `GET /api/v1/amendments` returns them."""
     head: str = ""
     """The hash of the newest record in the chain of committed rounds, in hex; at first, the hash of the manifest."""
     state_digest: str = ""

@@ -402,7 +402,9 @@ class RunConfig(Section):
     governance: Literal["founder", "keys", "fixed"] = "fixed"
     """Who may change the run while it runs. With `founder`, the key of the node that founds it; with `keys`,
     `governance_threshold` of `governance_keys`; with `fixed`, nobody."""
-    governance_keys: Annotated[tuple[Annotated[str, Field(pattern=PEER_ID_FORM)], ...], Field(max_length=MOST_KEYS)] = ()
+    governance_keys: Annotated[
+        tuple[Annotated[str, Field(pattern=PEER_ID_FORM)], ...], Field(max_length=MOST_KEYS)
+    ] = ()
     """Peer ids of the keys that may change the run. With `founder`, the founding node writes its own."""
     governance_threshold: int = Field(1, ge=1, le=MOST_KEYS)
     """How many of `governance_keys` must sign a change."""

@@ -33,9 +33,10 @@ from node.swarm.connectivity.invite_addresses import (
     widest_reach,
 )
 from node.swarm.connectivity.reachability import Reachability, listen_ports
-from node.swarm.consensus.context import Rules
+from node.swarm.consensus.context import Rules, rules_after
 from node.swarm.consensus.participant import Deliver, Participant
 from node.swarm.faults import Faults, damage_blobs
+from node.swarm.governance.amendment_pool import PENDING_FILE
 from node.swarm.identity import load_identity
 from node.swarm.membership.directory import MAX_LISTED_ADDRESSES, Listing, ListingValidator, RunLister
 from node.swarm.membership.discovery import Discovery, SignedRecordValidator
@@ -309,14 +310,17 @@ class SwarmMember:
         """Take part in the rounds after this tip. `on_lost` is called if this node must download a state to go on."""
 
         def open_on_disk() -> Chain:
-            store = ResultStore(self._cache, len(rules.layouts), room=self.options.room)
+            store = ResultStore(self._cache, len(rules_after(rules, tip).layouts), room=self.options.room)
             return Chain(tip, store, self._oldest_needed_round)
 
         chain = await asyncio.to_thread(open_on_disk)
-        self.participant = Participant(self.wire, self.peer_table, rules, chain, self.options.faults, deliver)
+        file = self._cache / PENDING_FILE
+        self.participant = Participant(self.wire, self.peer_table, rules, chain, self.options.faults, deliver, file)
         self.show_tip(tip)
         self._catch_up = CatchUp(self.participant, on_lost)
         self.run(self.participant.run(), self._catch_up.run())
+        if rules.amended is not None:
+            self.run(self.participant.accept_amendments(), self.participant.pool.run())
 
     async def replay_next(self) -> bool:
         """Replay one stored round that this node committed before a restart. Returns False if there is none."""

@@ -183,13 +183,13 @@ class CheckpointStore:
                 log.warning("The checkpoint %s is damaged (%s). The previous one is used.", path.name, error)
         return newest
 
-    def newest_amendments(self) -> str:
-        """The amendments in the newest checkpoint, which are read alone; empty without a readable one."""
+    def newest_amendments(self) -> tuple[str, int]:
+        """The amendments and the round of the newest checkpoint, without its tensors; ("", -1) if there is none."""
         for path in self._candidates():
             with suppress(OSError, ValueError, KeyError, TypeError):
                 body = json.loads((path / META).read_bytes())["body"]
-                return str(body.get("amendments", ""))
-        return ""
+                return str(body.get("amendments", "")), int(body["round"])
+        return "", -1
 
     def put_aside(self) -> None:
         """Exclude all checkpoints from the next start, because the other members do not accept their state.

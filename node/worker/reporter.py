@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from node.config.amendments import Terms, decode_list
 from node.config.manifest import Manifest
 from node.status import (
     DeviceInfo,
@@ -108,13 +109,20 @@ class Reporter:
     def set_samples(self, samples: tuple[Sample, ...]) -> None:
         self.training = self.training.model_copy(update={"samples": samples})
 
-    def set_position(self, manifest: Manifest, tip: Tip) -> None:
-        """Report the node's position in the run."""
+    def set_run(self, manifest: Manifest) -> None:
+        """Report the run of a node that has no state."""
+        run = manifest.run
+        update = {"manifest_hash": manifest.hash, "name": run.name, "total_tokens": run.total_tokens}
+        self.run = self.run.model_copy(update=update)
+
+    def set_position(self, manifest: Manifest, terms: Terms, tip: Tip) -> None:
+        """Report the node's position in the run. `terms` are the settings of the next round."""
+        self.set_run(manifest)
         self.run = self.run.model_copy(
             update={
-                "manifest_hash": manifest.hash,
-                "name": manifest.run.name,
-                "total_tokens": manifest.run.total_tokens,
+                "total_tokens": terms.run.total_tokens,
+                "is_paused": terms.is_paused,
+                "amendments": len(decode_list(tip.state.amendments)),
                 "round": tip.round,
                 "swarm_tokens": tip.state.tokens,
                 "head": tip.head,

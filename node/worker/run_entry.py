@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from node import __version__
+from node.config.amendments import AmendmentError
 from node.config.manifest import ANY_RUN, Invite, Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
 from node.config.schema import Config
 from node.diloco.outer import genesis
@@ -24,6 +25,7 @@ from node.status import Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.context import Rules
 from node.swarm.faults import faults_from
+from node.swarm.governance.charter import Charter
 from node.swarm.identity import load_identity
 from node.swarm.member import MemberOptions, SwarmMember
 from node.swarm.member_thread import SwarmThread
@@ -83,7 +85,7 @@ class RunEntry:
         is_relay = self._start.mode == "relay"
         manifest = self._read_manifest()
         if manifest is not None:
-            self._begin_training(manifest.run)
+            self._begin_training(self._amended(manifest))
         elif self._wants_any:
             self._invite = self._choose_run()
         elif self._invite is None:
@@ -198,8 +200,19 @@ class RunEntry:
         self._check_fit(run)
         return self._start_loading(run)
 
+    def _amended(self, manifest: Manifest) -> RunConfig:
+        """The settings of the round after the newest checkpoint. Text and model are loaded for them in advance."""
+        amendments, round_ = self._store.newest_amendments()
+        try:
+            return Charter(manifest.hash, manifest.run).terms_at(amendments.encode(), round_ + 1).run
+        except AmendmentError:  # The checkpoint is damaged.
+            return manifest.run
+
     def _found(self, run: RunConfig) -> Manifest:
         """Found a run: make or load the initial parameters, and write them to the disk before any peer sees the run."""
+        if run.governance == "founder":
+            founder = load_identity(self._folder / "identity.key").peer_id
+            run = run.model_copy(update={"governance_keys": (founder,)})
         run = self._waiter.run(lambda: pinned(run))
         if run.model.start:
             shape, parameters = self._waiter.run(lambda: load_pretrained(run.model, self._config.node.hub_cache))

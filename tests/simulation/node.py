@@ -227,8 +227,9 @@ class SimulatedNode:
         StateServer(wire, Served(self.disk, wire.adversary.served) if wire.adversary else self.disk)
         self._say_tip()
         participant = self.participant
-        runs = participant.run(), participant.accept_amendments(), participant.pool.run(), self.catch_up.run()
-        tasks += map(asyncio.ensure_future, runs)
+        tasks += [asyncio.ensure_future(participant.run()), asyncio.ensure_future(self.catch_up.run())]
+        if rules.amended is not None:
+            tasks += map(asyncio.ensure_future, (participant.accept_amendments(), participant.pool.run()))
         while await self.participant.committer.replay_next():
             pass
         self.on_replayed(self, self.chain.tip.round)

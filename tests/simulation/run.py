@@ -67,7 +67,7 @@ def settings_of(scenario: Scenario) -> RunConfig:
         governance_keys=founder,
         outer=OuterConfig(lr=0.7),
         round=RoundConfig(
-            policy=scenario.policy,  # type: ignore[arg-type]
+            policy=scenario.policy,
             inner_steps=scenario.inner_steps,
             min_peers=scenario.min_peers,
             quorum_ratio=scenario.quorum_ratio,

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 PAUSED_LOOK_S = 0.5
 MOST_EMPTY = 16
-"""While the run is paused, rounds follow each other until an amendment applies, if that is at most so many rounds away."""
+"""While the run is paused, rounds follow each other until an amendment applies that is at most so many rounds away."""
 RETURN_GRACE_S = 30.0
 """Time for members that are ahead to send their rounds, before a node that came back replays its own."""
 
@@ -155,8 +155,6 @@ class Participant:
 
     async def accept_amendments(self) -> None:
         """While the run is paused, take part in the rounds that accept amendments. Runs for ever."""
-        if self.ctx.manifest_rules.amended is None:
-            return
         while True:
             await asyncio.sleep(PAUSED_LOOK_S)
             tip = self.ctx.chain.tip
@@ -167,7 +165,7 @@ class Participant:
     def _must_go_on(self, tip: Tip) -> bool:
         """Whether a paused run needs another round: for a pending amendment, or until an accepted one applies."""
         amended, next_round = self.ctx.manifest_rules.amended, tip.round + 1
-        assert amended is not None
+        assert amended is not None  # Otherwise, the run could not be paused.
         starts = amended.starts(tip.state.amendments)
         return self.pool.next() is not None or any(next_round < start <= next_round + MOST_EMPTY for start in starts)
 

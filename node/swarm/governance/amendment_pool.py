@@ -119,8 +119,6 @@ class AmendmentPool:
 
     async def run(self) -> None:
         """Send new amendments to all peers, and what is pending to a random one every few seconds. Runs for ever."""
-        if self._charter is None:
-            return
         await self._read()
         sent: set[str] = set()
         while True:

@@ -1,7 +1,7 @@
 """Checks amendments: who may change a run, and which amendments a round may accept.
 
-The result of every check depends only on the manifest, the amendment, the list in the state and the number of the round.
-So all members that stand on one state accept the same ones.
+The result of every check depends only on the manifest, the amendment, the list in the state and the number of the
+round. So all members that stand on one state accept the same ones.
 """
 
 from __future__ import annotations

@@ -66,9 +66,7 @@ class StateSource(Protocol):
         """The oldest round from which a joiner, or this node after a crash, will replay."""
 
 
-def joins_at(
-    head: str, round: int, proof: Proof | None, rules: Rules, amendments: bytes = b""
-) -> Mapping[str, Join]:
+def joins_at(head: str, round: int, proof: Proof | None, rules: Rules, amendments: bytes = b"") -> Mapping[str, Join]:
     """The joins that the record at `head` includes. Raises PeerError if the proof does not lead to that head.
 
     `rules` are those of the manifest, and `amendments` are those of the state at the head.
@@ -182,14 +180,16 @@ class ChainServer:
             return Message(header, _first(proofs))
         known = set(heads_of(tip.links, tip.head))
         common = next((head for head in heads if head in known), "")
-        return Message(header | amendments | {"light": True}, [link.text.encode() for link in links_after(tip.links, common)])
+        return Message(
+            header | amendments | {"light": True}, [link.text.encode() for link in links_after(tip.links, common)]
+        )
 
 
 def links_of(reply: Message, rules: Rules) -> tuple[Link, ...]:
     """Check and return the light proofs of a reply to `chain`. Raises PeerError. Slow.
 
-    The peer also sends the amendments of its chain, which decide how many members and chunks each round had. `rules` are
-    those of the manifest.
+    The peer also sends the amendments of its chain, which decide how many members and chunks each round had. `rules`
+    are those of the manifest.
     """
     amendments = reply.header.get("amendments", b"")
     if not isinstance(amendments, bytes):
