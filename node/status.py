@@ -168,6 +168,48 @@ class RunInfo(Value):
     """Hex digest of the outer state after `round`."""
 
 
+class AmendmentInfo(Value):
+    """An amendment of the run: a signed change that applies from a round on."""
+
+    digest: str
+    """SHA-256 of its text, in hex."""
+    number: int
+    from_round: int
+    """The first round to which it applies."""
+    change: str
+    """The new values, such as `inner.lr = 0.0002`, or `pause`, `resume` or `stop`."""
+    signers: tuple[str, ...]
+    """Peer ids of the keys that have signed it."""
+    accepted_round: int | None = None
+    """The round whose record has accepted it; None while it is pending."""
+
+
+class RefusedAmendment(Value):
+    """A submitted amendment that this node has refused."""
+
+    digest: str
+    reason: str
+
+
+class GovernanceInfo(Value):
+    """Who may amend the run, and its amendments."""
+
+    run: str = ""
+    """Hash of the manifest; empty until it is known."""
+    mode: Literal["founder", "keys", "fixed"] = "fixed"
+    keys: tuple[str, ...] = ()
+    """Peer ids of the keys that may amend the run."""
+    threshold: int = 1
+    """How many of the keys must sign an amendment."""
+    round: int = -1
+    """The last committed round that this node knows."""
+    is_paused: bool = False
+    amendments: tuple[AmendmentInfo, ...] = ()
+    """In the order of their numbers; pending ones come last."""
+    refused: tuple[RefusedAmendment, ...] = ()
+    """The newest submissions that this node has refused, newest last."""
+
+
 class Sample(Value):
     """How the anchor after a round continued a prompt. The text is untrusted output of a model."""
 
@@ -391,6 +433,7 @@ class Counters(Value, frozen=False):
     contributions_carried: int = 0
     digest_mismatches: int = 0
     peers_rejected: dict[str, int] = Field(default_factory=dict)
+    amendments_refused: dict[str, int] = Field(default_factory=dict)
     network_sent_bytes: dict[Channel, int] = Field(default_factory=dict)
     network_received_bytes: dict[Channel, int] = Field(default_factory=dict)
     last_sync_at_s: float = 0.0

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from node.api.node_interface import Space, View
 from node.status import (
+    AMENDMENT_REFUSALS,
     FAILURE_REASONS,
     REACHABILITIES,
     REJECT_REASONS,
@@ -73,6 +74,8 @@ COUNTERS = (
     CounterSpec("digest_mismatch", "Times that this node's state was not on the chain of rounds.", "digest_mismatches"),
     CounterSpec("peer_rejected", "Messages and contributions of peers that were rejected.",
                 "peers_rejected", "reason", REJECT_REASONS, "bad_message"),
+    CounterSpec("amendments_refused", "Amendments of the run that this node has refused, by reason.",
+                "amendments_refused", "reason", AMENDMENT_REFUSALS, "invalid"),
     CounterSpec("network_sent_bytes", "Bytes sent to the swarm.", "network_sent_bytes", "channel", tuple(Channel)),
     CounterSpec("network_received_bytes", "Bytes received from the swarm.",
                 "network_received_bytes", "channel", tuple(Channel)),

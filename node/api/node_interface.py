@@ -6,14 +6,15 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
+from node.config.amendments import SignedAmendment
 from node.config.schema import Config
 from node.errors import NodeError, UsageError
-from node.status import DepartedPeer, JournalEntry, Moment, PeerRow, Phase, RoundRecord, Status, Value
+from node.status import DepartedPeer, GovernanceInfo, JournalEntry, Moment, PeerRow, Phase, RoundRecord, Status, Value
 
 ActionName = Literal["pause", "resume", "drain", "leave"]
 Level = Literal["debug", "info", "warning", "error"]
@@ -88,6 +89,7 @@ class View:
     """Newest first."""
     departed: Sequence[DepartedPeer] = ()
     """Newest first."""
+    governance: GovernanceInfo = field(default_factory=GovernanceInfo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,10 @@ class Node(Protocol):
 
     def act(self, action: ActionName, order: PauseOrder) -> Phase:
         """Begin an action and return the phase it leads to. Idempotent. Raises NotAllowed."""
+        ...
+
+    def submit(self, amendment: SignedAmendment) -> None:
+        """Submit an amendment of the run. `View.governance` says what became of it. Raises NotAllowed."""
         ...
 
 

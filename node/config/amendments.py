@@ -39,7 +39,7 @@ CHANGEABLE = (
     "sync.err_beta", "sync.feedback_reset_rounds", "sync.merge", "sync.mix_alpha", "sync.auto",
     "evaluation.batches", "evaluation.every_rounds", "evaluation.members", "evaluation.budget_s",
 )  # fmt: skip
-"""The keys of [run] that an amendment may change. All others decide what the outer state is, or who the run belongs to."""
+"""The keys of [run] that an amendment may change. All others decide what the state is, or whom the run belongs to."""
 
 
 class AmendmentError(ValueError):

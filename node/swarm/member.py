@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, Literal
 
+from node.config.amendments import SignedAmendment
 from node.errors import MachineError, PeerError, SwarmError
 from node.host.disk_quota import Room, any_room
 from node.host.ports import IN_USE, LISTEN_PORT_FILE, PortFile, Reservation, choose, moved_notice
@@ -122,6 +123,8 @@ class MemberSnapshot:
     sent_bytes: Mapping[Channel, int] = field(default_factory=dict)
     received_bytes: Mapping[Channel, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
+    amendments_refused: Mapping[str, int] = field(default_factory=dict)
+    pending_amendments: tuple[SignedAmendment, ...] = ()
     upload_bytes_s: float = 0.0
     """This node's uplink rate: as measured, but at most the volunteer's limit; 0 if unknown."""
     lead_s: float = 0.0
@@ -322,6 +325,12 @@ class SwarmMember:
         if rules.amended is not None:
             self.run(self.participant.accept_amendments(), self.participant.pool.run())
 
+    async def submit_amendment(self, signed: SignedAmendment) -> None:
+        """Propose an amendment to the members. Raises SwarmError if no round will accept it."""
+        if self.participant is None:
+            raise SwarmError("this node takes no part in rounds now: let it train, and submit the amendment again")
+        self.participant.pool.add(signed)
+
     async def replay_next(self) -> bool:
         """Replay one stored round that this node committed before a restart. Returns False if there is none."""
         assert self.participant is not None
@@ -394,6 +403,8 @@ class SwarmMember:
             sent_bytes=dict(self.wire.traffic.sent_bytes),
             received_bytes=dict(self.wire.traffic.received_bytes),
             rejected=dict(self.wire.traffic.rejected),
+            amendments_refused=dict(self.participant.pool.refused) if self.participant else {},
+            pending_amendments=tuple(self.participant.pool.pending) if self.participant else (),
             upload_bytes_s=self.participant.ctx.upload_bytes_s if self.participant else 0.0,
             upload_s=self.participant.sender.upload_s if self.participant else 0.0,
             lead_s=self.participant.sender.lead_s if self.participant else 0.0,
