@@ -19,8 +19,8 @@ from node.api.auth import Keys
 from node.api.metrics import Build, Metrics
 from node.api.node_interface import ActionName, Configured, NotAllowed, PauseOrder, Space, View
 from node.api.routes import ApiContext
-from node.config.overrides import CHANGEABLE, apply_overrides, read_patch
 from node.config.amendments import SignedAmendment
+from node.config.overrides import CHANGEABLE, apply_overrides, read_patch
 from node.config.schema import Config
 from node.daemon.history import Clocks, HistoryStore
 from node.daemon.node_state import NodeState

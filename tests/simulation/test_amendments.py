@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import random
@@ -11,14 +12,18 @@ from typing import Any
 
 import pytest
 
-from node.config.amendments import Amendment, decode_list
+from node.config.amendments import Amendment, SignedAmendment, decode_list
 from node.swarm.chain.chain import Tip
+from node.swarm.governance.amendment_pool import AmendmentPool
 from node.swarm.governance.charter import AmendmentRefused, sign_amendment
+from tests.simulation.keys import simulated_identity
 from tests.simulation.node import SimulatedNode
 from tests.simulation.run import World, quiet, simulate
 from tests.simulation.scenario import QUIET_S, Scenario, draw
 
 SEEDS = range(40)
+MOST_RESUME_S = 200.0
+"""Without faults, a steered run makes some rounds within this time, even if it must be resumed first."""
 # A world may end between the creation of a call and its first step.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .*SimulatedWire.call.* was never awaited:RuntimeWarning")
 
@@ -84,7 +89,10 @@ class Founder:
 
 
 async def steered(world: World) -> None:
-    """Run a scenario while the founder submits amendments at random moments, and resumes the run at the end."""
+    """Run a scenario while the founder submits amendments at random moments, and resumes the run at the end.
+
+    If the founder is there, the run must go on, on all nodes.
+    """
     founder, loop = Founder(world), world.loop
     world.founder = founder  # type: ignore[attr-defined]
     stormy_s = world.scenario.length_s - QUIET_S
@@ -93,6 +101,19 @@ async def steered(world: World) -> None:
     for after_s in (25.0, 40.0, 55.0, 70.0):
         loop.call_later(stormy_s + after_s, lambda: founder.submit(at_end=True))
     await world.run()
+    if not founder.node.is_training:
+        return
+    live = [node for node in world.nodes if node.is_training]
+    goal = max(node.tip.round for node in live) + 5
+    until_s = loop.time() + MOST_RESUME_S
+    while min(node.tip.round for node in live) < goal and len(live) >= world.scenario.min_peers:
+        if loop.time() > until_s:
+            rounds = [(node.number, node.tip.round, node.rules_now.is_paused) for node in live]
+            world.report.violations.append(f"the run does not go on to round {goal}: {rounds}")
+            return
+        if founder.node.rules_now.is_paused:
+            founder.submit(at_end=True)
+        await asyncio.sleep(2.0)
 
 
 def steered_scenario(seed: int) -> Scenario:
@@ -124,3 +145,35 @@ def test_all_nodes_use_the_same_settings_in_each_round(first: int) -> None:
             assert json.loads(one.signed.text)["run"] == rules.run
     assert accepted >= 10
     assert joined > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rounds_go_on_beside_a_leader_that_proposes_forged_amendments(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others refuse the attempts that the hostile node leads, and count its amendments."""
+    next_ = AmendmentPool.next
+    calm = replace(draw(seed), faults=(), hostile="", is_steered=True, min_peers=2)
+    founder, hostile = simulated_identity(0).peer_id, simulated_identity(calm.nodes - 1)
+
+    def forge(pool: AmendmentPool) -> SignedAmendment | None:
+        accepted, round_ = pool._state()
+        if pool._wire.peer_id != hostile.peer_id:
+            return next_(pool)
+        number = len(decode_list(accepted)) + 1
+        forged = Amendment(run="ab" * 32, number=number, from_round=round_ + 1, action="stop")
+        signature = sign_amendment(hostile, forged).signatures[hostile.peer_id]
+        return SignedAmendment(text=forged.canonical(), signatures={founder: signature})
+
+    monkeypatch.setattr(AmendmentPool, "next", forge)
+
+    async def run(world: World) -> None:
+        world.nodes[-1].hostility = ""
+        await world.run()
+        await asyncio.sleep(60.0)
+
+    report, world = simulate(calm, run=run)
+    honest = world.nodes[:-1]
+    assert all(node.tip.state.amendments == b"" for node in world.nodes)
+    assert report.rounds > 3
+    assert sum(node.participant.pool.refused["forged"] for node in honest) > 0
