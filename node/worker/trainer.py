@@ -121,17 +121,21 @@ class Trainer:
         self._schedule = CheckpointSchedule(self.tip.round, cfg.every_s, fragments)
         self._credit_file = CreditFile(session.folder, session.manifest)
         self._faults = StepFaults(session.swarm.faults, lambda: session.swarm.view.peer_id, lambda: self.tip)
-        if saved is None:
-            inner.start(self.tip.state.anchor)
-            self._start_text()
-        else:
-            inner.resume(saved)
-            inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
-            self._progress = Progress(saved.inner_step)
-            self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
+        self._begin(saved)
         self._resumed_at = self._position if saved is not None else None
         """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
         self._report_position()
+
+    def _begin(self, saved: Checkpoint | None) -> None:
+        """Load the parameters and open the text."""
+        if saved is None:
+            self._inner.start(self.tip.state.anchor)
+            self._start_text()
+        else:
+            self._inner.resume(saved)
+            self._inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
+            self._progress = Progress(saved.inner_step)
+            self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
 
     @property
     def _run(self) -> RunConfig:

@@ -185,7 +185,7 @@ class Forger:
 
     def _good(self, **more: Any) -> Amendment:
         lr, ahead = self.rng.uniform(1e-6, 1.0), self.rng.randint(1, 50)
-        usual = {"number": self.next, "from_round": self.round + ahead, "changes": {"inner.lr": lr}}
+        usual: dict[str, Any] = {"number": self.next, "from_round": self.round + ahead, "changes": {"inner.lr": lr}}
         return amendment(**(usual | more))
 
     def forged(self) -> SignedAmendment:
