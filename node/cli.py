@@ -42,13 +42,14 @@ Examples:
   diloco-node steer amend inner.lr=2e-4 total_tokens=4000000000
   diloco-node steer pause --from-round 120                 from round 120 on, nobody trains
   diloco-node steer resume
+  diloco-node steer rollback 96                            parameters and momentum of round 96 come back
   diloco-node steer stop                                   all nodes export the model and stop
 If the run needs several signatures:
   diloco-node steer amend inner.lr=2e-4 --out change.json
   diloco-node steer sign change.json                       by each of the others
   diloco-node steer submit change.json
 """
-STEER_ACTIONS = ("show", "amend", "pause", "resume", "stop", "sign", "submit")
+STEER_ACTIONS = ("show", "amend", "pause", "resume", "rollback", "stop", "sign", "submit")
 OWNER_ACTIONS = ("show", "set", "token", "join", "leave")
 OPTIONS_OF_KEYS = {"data_dir": "node.data_dir", "name": "node.name", "bootstrap": "swarm.bootstrap"}
 """Options that are short for settings."""
@@ -255,12 +256,14 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
 
 
 def _add_steer(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
-    command = add("steer", _steer, "amend, pause, resume or stop the whole run, if this node's key may")
+    command = add("steer", _steer, "change, pause, resume, rewind or stop the whole run, if this node's key may")
     command.epilog = f"{STEER_EXAMPLES}\n{EPILOG}"
     command.add_argument(
         "action", metavar="ACTION", nargs="?", choices=STEER_ACTIONS, default="show", help=", ".join(STEER_ACTIONS)
     )
-    command.add_argument("words", metavar="WORD", nargs="*", help="KEY=VALUE (amend), or FILE (sign, submit)")
+    command.add_argument(
+        "words", metavar="WORD", nargs="*", help="KEY=VALUE (amend), ROUND (rollback), or FILE (sign, submit)"
+    )
     command.add_argument("--from-round", metavar="N", type=int, help="first round to which the change applies")
     command.add_argument("--key", metavar="FILE", type=Path, help="key file (default: the key of this node)")
     command.add_argument(
@@ -676,10 +679,12 @@ def _steer(call: Call) -> int:
     args, client = call.args, Client(call.data_dir)
     if args.action in ("sign", "submit") and len(args.words) != 1:
         raise UsageError(f"Name one file: `diloco-node steer {args.action} FILE`.")
-    if args.action not in ("amend", "sign", "submit") and args.words:
+    if args.action == "rollback" and len(args.words) != 1:
+        raise UsageError("Name the round to go back to: `diloco-node steer rollback ROUND`.")
+    if args.action not in ("amend", "rollback", "sign", "submit") and args.words:
         raise UsageError(f"`steer {args.action}` takes no further word: see `diloco-node steer --help`.")
     if args.action in ("show", "sign", "submit") and (args.from_round is not None or args.out is not None):
-        raise UsageError("--from-round and --out belong to amend, pause, resume and stop.")
+        raise UsageError("--from-round and --out belong to amend, pause, resume, rollback and stop.")
     if args.action == "show":
         print(steer.describe(steer.governance(client)))
     elif args.action == "sign":
@@ -687,8 +692,10 @@ def _steer(call: Call) -> int:
     elif args.action == "submit":
         print(steer.submit(client, steer.read(Path(args.words[0]))[0]))
     else:
-        changes = steer.parse_changes(args.words) if args.action == "amend" else {}
-        amendment = steer.draft(client, args.action, changes, args.from_round)
+        content: dict[str, Any] = {"changes": steer.parse_changes(args.words)} if args.action == "amend" else {}
+        if args.action == "rollback":
+            content = steer.read_target(call.data_dir, args.words[0])
+        amendment = steer.draft(client, args.action, content, args.from_round)
         signed, missing = steer.sign(client, steer.read_key(call.data_dir, args.key), amendment)
         if args.out is None and missing > 0:
             raise UsageError(f"The run needs {missing + 1} signatures: write a file with --out FILE, and pass it on.")

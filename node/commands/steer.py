@@ -61,8 +61,26 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def draft(client: Client, action: str, changes: dict[str, Any], from_round: int | None) -> Amendment:
-    """The next amendment of the run of this node. Raises UsageError if the run cannot be amended so."""
+def read_target(data_dir: Path, word: str) -> dict[str, Any]:
+    """The content of a rollback to this round, of which this node has a checkpoint. Raises UsageError."""
+    from node.training.checkpoint import CheckpointStore
+
+    store = CheckpointStore(data_dir / "checkpoints", keep=1)
+    kept = [str(round_) for round_ in store.rounds()]
+    digest = store.digest_at(int(word)) if word in kept else ""
+    if not digest:
+        raise UsageError(
+            f"This node has no checkpoint of round {word}: choose one of {', '.join(kept) or 'none'}. "
+            "checkpoint.keep says how many are kept."
+        )
+    return {"to_round": int(word), "state": digest}
+
+
+def draft(client: Client, action: str, content: dict[str, Any], from_round: int | None) -> Amendment:
+    """The next amendment of the run of this node. Raises UsageError if the run cannot be amended so.
+
+    `content` has the fields of `Amendment` that belong to the action.
+    """
     info = governance(client)
     if info.mode == "fixed":
         raise UsageError("Nobody may amend this run: its founder chose run.governance = fixed.")
@@ -79,7 +97,7 @@ def draft(client: Client, action: str, changes: dict[str, Any], from_round: int 
             number=max(numbers, default=0) + 1,
             from_round=from_round,
             action=cast(Action, action),
-            changes=changes,
+            **content,
         )
     except ValidationError as exc:
         raise UsageError(f"The amendment is not valid: {exc.errors()[0]['msg']}.") from exc

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from node.config.manifest import MOST_KEYS, RunConfig
 
-Action = Literal["amend", "pause", "resume", "stop"]
+Action = Literal["amend", "pause", "resume", "rollback", "stop"]
 MOST_BYTES = 8 * 2**10
 """Limit on the text of one amendment together with its signatures."""
 MOST_AMENDMENTS = 256
@@ -62,11 +62,20 @@ class Amendment(_Part):
     action: Action = "amend"
     changes: dict[str, Any] = {}
     """New values of keys in CHANGEABLE, as JSON; only with the action `amend`."""
+    to_round: int | None = Field(None, ge=-1)
+    """With `rollback`: the round whose parameters and momentum come back."""
+    state: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+    """With `rollback`: digest of the outer state after `to_round`."""
 
     @model_validator(mode="after")
     def _fits(self) -> Amendment:
         if (self.action == "amend") != bool(self.changes):
             raise ValueError("the action amend has changes, and no other action has any")
+        is_rollback = self.action == "rollback"
+        if is_rollback != (self.to_round is not None) or is_rollback != bool(self.state):
+            raise ValueError("the action rollback names a round and its state, and no other action names any")
+        if self.to_round is not None and self.to_round >= self.from_round - 1:
+            raise ValueError("a rollback goes back to an earlier round")
         for key, value in self.changes.items():
             if key not in CHANGEABLE:
                 raise ValueError(f"{key[:64]} cannot be changed")
@@ -79,6 +88,8 @@ class Amendment(_Part):
 
     def describe(self) -> str:
         """The change as a phrase, such as `inner.lr = 0.0002`, or `pause`."""
+        if self.to_round is not None:
+            return f"rollback to round {self.to_round}"
         return ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.changes.items()) or self.action
 
 
@@ -105,6 +116,8 @@ class AcceptedAmendment(_Part):
     signed: SignedAmendment
     round: int
     """The round whose record has accepted it."""
+    rewound_tokens: int | None = Field(None, ge=-(2**63), lt=2**63)
+    """By how many tokens the schedules went back, if this is a rollback that has taken place; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +209,8 @@ class Schedule:
 
     starts: tuple[int, ...]
     terms: tuple[Terms, ...]
+    rollbacks: Mapping[int, Amendment]
+    """The rollback before each of these rounds."""
 
     def at(self, round_: int) -> Terms:
         return self.terms[max(0, bisect_right(self.starts, round_) - 1)]
@@ -208,9 +223,11 @@ def schedule_of(run: RunConfig, data: bytes) -> Schedule:
     The amendments apply in the order of their first rounds; of two with the same one, the higher number applies last.
     Raises AmendmentError if the settings of any round are not valid.
     """
-    starts, terms = [0], [Terms(run)]
+    starts, terms, rollbacks = [0], [Terms(run)], dict[int, Amendment]()
     amendments = [one.signed.amendment for one in decode_list(data)]
     for one in sorted(amendments, key=lambda one: (one.from_round, one.number)):
+        if one.action == "rollback":
+            rollbacks[one.from_round] = one
         before = terms[-1]
         after = Terms(
             changed(before.run, one.changes) if one.changes else before.run,
@@ -222,4 +239,19 @@ def schedule_of(run: RunConfig, data: bytes) -> Schedule:
         else:
             starts.append(one.from_round)
             terms.append(after)
-    return Schedule(tuple(starts), tuple(terms))
+    return Schedule(tuple(starts), tuple(terms), rollbacks)
+
+
+def rewound(data: bytes, number: int, tokens: int) -> bytes:
+    """The encoded list after the rollback with this number, by which the schedules went back by these tokens."""
+    return encode_list(
+        [
+            one.model_copy(update={"rewound_tokens": tokens}) if one.signed.amendment.number == number else one
+            for one in decode_list(data)
+        ]
+    )
+
+
+def rewound_tokens(data: bytes) -> int:
+    """By how many tokens the schedules are behind the tokens of the swarm, because of rollbacks."""
+    return sum(one.rewound_tokens or 0 for one in decode_list(data))

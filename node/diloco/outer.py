@@ -141,6 +141,11 @@ def paused(state: OuterState) -> OuterState:
     return replace(state, round=state.round + 1)
 
 
+def rolled_back(state: OuterState, to: OuterState) -> OuterState:
+    """A state with the parameters and the momentum of an earlier one. Round, tokens and credit stay."""
+    return replace(state, anchor=to.anchor, momentum=to.momentum)
+
+
 def _sgd(optimizer: OuterOptimizer, lr: float, g: Tensor, old: Tensor, m: Tensor, change: Tensor) -> None:
     """Write the new momentum to `m`, and to `change` what is subtracted from the anchor."""
     mu = _fp32(0.0 if optimizer.name == "sgd" else optimizer.momentum)

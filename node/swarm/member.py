@@ -34,7 +34,7 @@ from node.swarm.connectivity.invite_addresses import (
     widest_reach,
 )
 from node.swarm.connectivity.reachability import Reachability, listen_ports
-from node.swarm.consensus.context import Rules, rules_after
+from node.swarm.consensus.context import KeptStates, Rules, rules_after
 from node.swarm.consensus.participant import Deliver, Participant
 from node.swarm.faults import Faults, damage_blobs
 from node.swarm.governance.amendment_pool import PENDING_FILE
@@ -309,7 +309,14 @@ class SwarmMember:
     def _uplink_is_busy(self) -> bool:
         return self.participant is not None and self.participant.stages.stage in ("reduce", "commit")
 
-    async def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[ResyncCause], None]) -> None:
+    async def take_part(
+        self,
+        rules: Rules,
+        tip: Tip,
+        states: KeptStates,
+        deliver: Deliver,
+        on_lost: Callable[[ResyncCause], None],
+    ) -> None:
         """Take part in the rounds after this tip. `on_lost` is called if this node must download a state to go on."""
 
         def open_on_disk() -> Chain:
@@ -318,7 +325,8 @@ class SwarmMember:
 
         chain = await asyncio.to_thread(open_on_disk)
         file = self._cache / PENDING_FILE
-        self.participant = Participant(self.wire, self.peer_table, rules, chain, self.options.faults, deliver, file)
+        more = file, states
+        self.participant = Participant(self.wire, self.peer_table, rules, chain, self.options.faults, deliver, *more)
         self.show_tip(tip)
         self._catch_up = CatchUp(self.participant, on_lost)
         self.run(self.participant.run(), self._catch_up.run())

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from node.config.amendments import SignedAmendment
+from node.config.amendments import Amendment, SignedAmendment
 from node.errors import PeerError
 from node.swarm.identity import Identity, verify
 
@@ -84,6 +84,8 @@ class Join(Content):
     """Loss of the anchor at `parent` on the held-out text, nats per token; None if not evaluated."""
     training_loss: float | None = Field(None, ge=0, lt=MOST_LOSS)
     """Mean loss of the member's inner steps since its last contribution, nats per token; None if unknown."""
+    keeps: str = Field("", pattern=r"^([0-9a-f]{16})?$")
+    """The first 16 characters of the digest of a state to which the run is to go back, if the member has that state."""
 
 
 class Deposit(Content):
@@ -346,6 +348,12 @@ def check_outcome(outcome: RoundOutcome, bounds: Bounds) -> dict[str, Join]:
     if len(outcome.included) < least_included(outcome.plan):
         raise PeerError("an outcome includes fewer than half of its plan's members")
     return joins
+
+
+def is_kept(amendment: Amendment, joins: Sequence[Join]) -> bool:
+    """Whether more than half of these members have the state of a rollback. Any other amendment needs none."""
+    kept = sum(join.keeps == amendment.state[:16] for join in joins)
+    return not amendment.state or 2 * kept > len(joins)
 
 
 def least_included(plan: Plan) -> int:

@@ -118,6 +118,8 @@ class CheckpointStore:
         """`keep`: number of checkpoints. `room`: reserves space within the disk quota for each save."""
         self._folder, self._keep, self._clock, self._room = folder, keep, clock, room
         self._pinned_at_s: dict[int, float] = {}
+        self.needed: frozenset[int] = frozenset()
+        """Rounds whose checkpoints are kept, if they exist, because the run may go back to them."""
 
     def save(self, checkpoint: Checkpoint, check: Callable[[], None] = lambda: None) -> Path:
         """Write a checkpoint, then remove all but the newest `keep` and the pinned ones. Returns its folder.
@@ -182,6 +184,22 @@ class CheckpointStore:
             else:
                 log.warning("The checkpoint %s is damaged (%s). The previous one is used.", path.name, error)
         return newest
+
+    def digest_at(self, round: int) -> str:
+        """The digest of the state in the checkpoint of a round, without its tensors; empty if there is none."""
+        for path in self._candidates():
+            if _round_of(path) == round:
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    return str(json.loads((path / META).read_bytes())["body"]["state_digest"])
+        return ""
+
+    def at(self, round: int) -> Checkpoint | None:
+        """Read the outer state of the checkpoint of a round; None if there is none, or if it is damaged."""
+        for path in self._candidates():
+            if _round_of(path) == round:
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    return _read(path, with_local=False)
+        return None
 
     def newest_amendments(self) -> tuple[str, int]:
         """The amendments and the round of the newest checkpoint, without its tensors; ("", -1) if there is none."""
@@ -255,7 +273,7 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self) -> None:
-        keep = {*self.rounds()[: self._keep]}
+        keep = {*self.rounds()[: self._keep], *self.needed}
         # Keep the oldest pinned ones, because their readers will finish first.
         keep |= {*[round for round in reversed(self.pinned()) if round not in keep][:MAX_PINNED]}
         self._pinned_at_s = {round: at_s for round, at_s in dict(self._pinned_at_s).items() if round in keep}

@@ -11,7 +11,7 @@ from node.config.manifest import RunConfig
 from node.diloco.aggregate import contribution_cosine
 from node.errors import RoundFailed
 from node.status import Channel, Member, Outcome, RoundRecord, Seconds, Stage, utc_now
-from node.swarm.chain.chain import Tip
+from node.swarm.chain.chain import Tip, schedule_tokens
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import Join, parse
 from node.swarm.state_sync.catch_up import ResyncCause
@@ -164,7 +164,7 @@ def make_record(
         head=done.tip.head,
         state_digest=done.tip.digest,
         swarm_tokens=done.tip.state.tokens,
-        learning_rate=inner_learning_rate(run, done.tip.state.tokens),
+        learning_rate=inner_learning_rate(run, schedule_tokens(done.tip.state)),
         reason=reason,
         **_shared_values(done, joins),
     )

@@ -17,13 +17,14 @@ from typing import Any
 
 from torch import Tensor
 
+from node.config.amendments import decode_list
 from node.config.manifest import RunConfig, SyncConfig
 from node.config.schema import CheckpointConfig
 from node.diloco.fragments import Ranges
 from node.diloco.schedule import is_time_up, progress, swarm_tokens_at
 from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Phase
-from node.swarm.chain.chain import Tip
+from node.swarm.chain.chain import Tip, schedule_tokens
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.consensus.context import Rules, rules_after
@@ -133,7 +134,7 @@ class Trainer:
             self._start_text()
         else:
             self._inner.resume(saved)
-            self._inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
+            self._inner.text.use_weights(self._run.weights_at(self._tokens))
             self._progress = Progress(saved.inner_step)
             self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
 
@@ -163,7 +164,12 @@ class Trainer:
 
     @property
     def run_is_complete(self) -> bool:
-        return self._terms.is_stopped or self.tip.state.tokens >= self._run.total_tokens
+        return self._terms.is_stopped or self._tokens >= self._run.total_tokens
+
+    @property
+    def _tokens(self) -> int:
+        """The tokens that the schedules follow."""
+        return schedule_tokens(self.tip.state)
 
     @property
     def end_reason(self) -> str:
@@ -180,7 +186,7 @@ class Trainer:
     def _start_text(self) -> None:
         """Read the text of the round after the tip."""
         self._inner.text.start_round(self.tip.round + 1)
-        self._inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
+        self._inner.text.use_weights(self._run.weights_at(self._tokens))
 
     # the inner phase of a round
 
@@ -293,7 +299,7 @@ class Trainer:
         run = self._run
         first_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * self.tip.inner_steps
         round_tokens = self.tip.last_round_tokens or first_round_tokens
-        anchor_tokens = self.tip.state.tokens + (round_tokens if self.has_contribution_in_flight else 0)
+        anchor_tokens = self._tokens + (round_tokens if self.has_contribution_in_flight else 0)
         return inner_learning_rate(run, swarm_tokens_at(anchor_tokens, self._done_ratio, round_tokens))
 
     def _after_micro_batch(self) -> None:
@@ -439,7 +445,7 @@ class Trainer:
             self._sampler.round_over(self.tip, self._report_and_check)
             self._reporter.set_samples(self._sampler.newest)
         self._start_text()
-        if (phase := self._run.phase_at(self.tip.state.tokens)) != self._run.phase_at(old.state.tokens):
+        if (phase := self._run.phase_at(self._tokens)) != self._run.phase_at(schedule_tokens(old.state)):
             logger.info("Phase %d of the run begins.", phase)
         record = self._round_log.round_over(
             committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s
@@ -472,6 +478,9 @@ class Trainer:
                 amendment.from_round,
             )  # fmt: skip
         before, self._terms = self._terms, self._session.terms_after(self.tip)
+        if self._session.rules.is_rolled_back(self.tip):
+            logger.warning("An amendment has taken the run back to an earlier state. Training goes on from there.")
+            raise Amended
         if before == self._terms:
             return
         logger.info("The settings of round %d are amended.", self.tip.round + 1)
@@ -527,9 +536,19 @@ class Trainer:
             while not self._checkpointer.wait(POLL_S):
                 self._reporter.tell()
 
+    def _needed_rounds(self) -> frozenset[int]:
+        """The rounds to which the run may go back soon."""
+        known = [one.signed for one in decode_list(self.tip.state.amendments)]
+        known += self._session.swarm.view.pending_amendments
+        amendments = [signed.amendment for signed in known]
+        return frozenset(
+            one.to_round for one in amendments if one.to_round is not None and one.from_round > self.tip.round
+        )
+
     def _begin_checkpoint(self) -> None:
         """Start to write a checkpoint. Training continues meanwhile, and `attend` raises the errors of the write."""
         with self._counters.doing(Activity.CHECKPOINT):
+            self._session.store.needed = self._needed_rounds()
             self._checkpointer.begin(self._checkpoint(), self.tip)
         self._schedule.taken(self.tip.round)
 
@@ -554,8 +573,18 @@ class Trainer:
         )
 
     def hand_over(self) -> Checkpoint:
-        """End this trainer after Amended. Returns the checkpoint from which a trainer with the new settings goes on."""
+        """End this trainer after Amended. Returns the checkpoint from which a trainer with the new settings goes on.
+
+        After a rollback it has the anchor's parameters and no other work of this node.
+        """
         self._encoder.wait()
+        if self._session.rules.is_rolled_back(self.tip):
+            self._count_discarded(self._contributions.discard_pending())
+            self._inner.reset_to(self.tip.state.anchor)
+            self._inner.reset_history()
+            self._progress = Progress()
+            for fragment in range(self._made_for.sync.fragment_count):
+                self._encoder.forget(fragment)
         self.save()
         return self._checkpoint()
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
+from node.config.amendments import decode_list
 from node.diloco.digest import tree_slices
+from node.diloco.outer import OuterState
 from node.errors import PeerError, RoundFailed
 from node.status import Phase
 from node.swarm.allreduce.result_store import ResultStore
@@ -41,6 +43,8 @@ from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.network import Life, Network, SimulatedWire
 
 LOOK_S = 0.25
+KEPT, KEPT_STEERED = 2, 4
+"""Checkpoints that a node keeps; more in runs that may go back."""
 DIAL_EVERY_S = 4.0
 
 
@@ -73,8 +77,18 @@ class Disk:
     def oldest_needed_round(self) -> int | None:
         return self.checkpoints[0].round if self.checkpoints else None
 
-    def save(self, tip: Tip, kept: int = 2) -> None:
-        self.checkpoints = [*[one for one in self.checkpoints if one.head != tip.head], tip][-kept:]
+    def holds(self, round_: int, digest: str) -> bool:
+        return self.load(round_, digest) is not None
+
+    def load(self, round_: int, digest: str) -> OuterState | None:
+        return next((tip.state for tip in self.checkpoints if (tip.round, tip.digest) == (round_, digest)), None)
+
+    def save(self, tip: Tip) -> None:
+        checkpoints = [*[one for one in self.checkpoints if one.head != tip.head], tip]
+        amendments = [one.signed.amendment for one in decode_list(tip.state.amendments)]
+        needed = {one.to_round for one in amendments if one.from_round > tip.round}
+        kept = KEPT_STEERED if amendments else KEPT
+        self.checkpoints = [*[one for one in checkpoints[:-kept] if one.round in needed], *checkpoints[-kept:]]
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,12 @@ class Served:
 
     def oldest_needed_round(self) -> int | None:
         return self.disk.oldest_needed_round()
+
+    def holds(self, round_: int, digest: str) -> bool:
+        return self.disk.holds(round_, digest)
+
+    def load(self, round_: int, digest: str) -> OuterState | None:
+        return self.disk.load(round_, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +242,7 @@ class SimulatedNode:
         self._tracker, self._steps = ContributionTracker(1), 0
         self._settled, self._settle_s = "", 0.0
         """The head after which this node's settle time was measured."""
-        self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take)
+        self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take, states=self.disk)
         self.catch_up = CatchUp(self.participant, self._lose)
         StateServer(wire, Served(self.disk, wire.adversary.served) if wire.adversary else self.disk)
         self._say_tip()
@@ -305,8 +325,12 @@ class SimulatedNode:
         commits = [mail for mail in self._mail if isinstance(mail, Committed)]
         self._mail.clear()
         for mail in commits:
-            if mail.tip.round % self.habits.checkpoint_rounds == 0:
+            is_rolled_back = self.rules.is_rolled_back(mail.tip)
+            if mail.tip.round % self.habits.checkpoint_rounds == 0 or is_rolled_back:
                 self.disk.save(mail.tip)
+            if is_rolled_back:
+                self._tracker, self._steps = ContributionTracker(1), 0
+                continue
             if self.rules.at(mail.tip.state.amendments, mail.tip.round).is_paused:
                 continue  # The round has no contribution.
             update = self._tracker.round_over(0, mail.included, 0, is_newest=mail is commits[-1])

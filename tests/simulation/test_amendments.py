@@ -58,13 +58,16 @@ class Founder:
             return "resume", {}
         if self.rng.random() < 0.25:
             return "pause", {}
+        if self.rng.random() < 0.3 and len(self.node.disk.checkpoints) > 1:
+            to = self.rng.choice(self.node.disk.checkpoints[:-1])
+            return "rollback", {"to_round": to.round, "state": to.digest}
         choices: list[dict[str, Any]] = [
             {"round.inner_steps": self.rng.randint(4, 20)},
             {"sync.codec": self.rng.choice(("fp16", "fp32"))},
             {"round.min_peers": 1, "outer.lr": self.rng.choice((0.1, 0.5))},
             {"total_tokens": self.rng.randint(10**9, 10**10), "round.quorum_ratio": 0.5},
         ]
-        return "amend", self.rng.choice(choices)
+        return "amend", {"changes": self.rng.choice(choices)}
 
     def submit(self, *, at_end: bool = False) -> None:
         """Submit the next amendment, if node 0 is there."""
@@ -72,13 +75,13 @@ class Founder:
         if not node.is_training or node.participant.pool.pending:
             return
         tip = node.chain.tip
-        action, changes = self._draw(at_end)
+        action, content = self._draw(at_end)
         amendment = Amendment(
             run=node.rules.run,
             number=len(decode_list(tip.state.amendments)) + 1,
             from_round=tip.round + 2 + self.rng.randint(0, 3),
             action=action,  # type: ignore[arg-type]
-            changes=changes,
+            **content,
         )
         try:
             node.participant.pool.add(sign_amendment(node.identity, amendment))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, environment, tiny
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, common_rounds, environment, tiny
 
 
 def steer(node: Node, *words: str) -> str:
@@ -39,8 +39,9 @@ def until_in_force(node: Node, number: int) -> dict[str, Any]:
 def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
     run = tiny(round={"min_peers": 2, "inner_steps": 40}, governance="founder", total_tokens=10**9)
     with Swarm(tmp_path / "swarm", run) as swarm:
-        founder = swarm.found()
-        (second,) = swarm.join("second")
+        keep = "--checkpoint.keep=16"
+        founder = swarm.found(keep)
+        (second,) = swarm.join("second", flags=[keep])
         founder.until_round(1)
         assert "pending" in (said := steer(founder, "amend", "total_tokens=2000000000", "inner.lr=2e-4")) or (
             "accepted" in said
@@ -56,7 +57,7 @@ def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
         for node in (founder, second):
             node.until(lambda status: status["run"]["is_paused"] and status["code"] == "run_paused", START_S * PATIENCE)
         paused = founder.status()
-        (late,) = swarm.join("late")
+        (late,) = swarm.join("late", flags=[keep])
         late.until(lambda status: status["code"] == "run_paused", START_S * PATIENCE)
         assert late.status()["run"]["state_digest"] == founder.status()["run"]["state_digest"]
         assert founder.status()["run"]["swarm_tokens"] == paused["run"]["swarm_tokens"]
@@ -71,6 +72,19 @@ def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
         shared = common_rounds(nodes)
         assert shared and all(len(digests) == 1 for digests in shared.values())
         assert any("Amendment 1 by" in entry["text"] for entry in second.http.get("/api/v1/journal").json()["entries"])
+        kept = sorted(checkpoint_round(path) for path in founder.checkpoints())
+        steer(founder, "rollback", str(kept[-2]), "--from-round", str(founder.status()["run"]["round"] + 12))
+        for node in nodes:
+            until_in_force(node, 5)
+        tokens = founder.status()["run"]["swarm_tokens"]
+        last = founder.until_round(founder.status()["run"]["round"] + 3)["run"]["round"]
+        for node in nodes:
+            node.until_round(last)
+        assert founder.status()["run"]["swarm_tokens"] > tokens, "no token that was trained is taken away"
+        shared = common_rounds(nodes)
+        assert shared and all(len(digests) == 1 for digests in shared.values())
+        for node in (founder, second):
+            assert any("taken the run back" in line["message"] for line in node.logs(1000))
         steer(founder, "stop")
         for node in nodes:
             assert node.wait_end(PATIENCE * START_S) == 0

@@ -18,6 +18,8 @@ from node.config.amendments import (
     SignedAmendment,
     changed,
     decode_list,
+    rewound,
+    rewound_tokens,
     schedule_of,
 )
 from node.config.loader import known_keys
@@ -26,6 +28,7 @@ from node.errors import PeerError
 from node.status import AMENDMENT_REFUSALS
 from node.swarm.governance.charter import AmendmentRefused, Charter, add_signature, sign_amendment
 from node.swarm.identity import Identity, new_identity
+from node.swarm.messages import Join, is_kept
 
 RUN = "ab" * 32
 FOUNDER, OTHER = new_identity(), new_identity()
@@ -81,6 +84,27 @@ def test_a_run_pauses_resumes_and_stops() -> None:
     assert [schedule.at(round_).is_stopped for round_ in (15, 16, 99)] == [False, True, True]
 
 
+def test_schedules_go_back_with_a_rollback_that_took_place() -> None:
+    known = accepted(amendment(1, 10), amendment(2, 20, "rollback", to_round=0, state="ef" * 32), amendment(3, 20))
+    schedule = schedule_of(SETTINGS, known)
+    assert {round_: one.number for round_, one in schedule.rollbacks.items()} == {20: 2}
+    assert rewound_tokens(known) == 0
+    after = rewound(known, 2, 500)
+    assert rewound_tokens(after) == 500 and [one.rewound_tokens for one in decode_list(after)] == [None, 500, None]
+    Charter(RUN, SETTINGS).check_list(after)
+    assert schedule_of(SETTINGS, after) == schedule
+
+
+def test_a_rollback_needs_more_than_half_of_the_members_with_its_state() -> None:
+    back = amendment(1, 9, "rollback", to_round=2, state="ef" * 32)
+    kept, lacking = (
+        Join(run=RUN, parent=RUN, state=RUN, tokens=1, step_s=1.0, norm=1.0, keeps=keeps) for keeps in ("ef" * 8, "")
+    )
+    assert is_kept(back, [kept, kept, lacking])
+    assert not is_kept(back, [kept, lacking])
+    assert is_kept(amendment(), [lacking])
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -117,13 +141,17 @@ def test_settings_of_a_later_round_must_be_valid_as_well() -> None:
         {"changes": {"governance": "fixed"}},
         {"changes": {"total_tokens": 2**64}},
         {"from_round": 0},
+        {"action": "rollback", "changes": {}},
+        {"action": "rollback", "changes": {}, "to_round": 4, "state": "ef" * 32},
+        {"action": "rollback", "changes": {}, "to_round": 0, "state": "EF" * 32},
+        {"to_round": 0, "state": "ef" * 32},
         {"number": MOST_AMENDMENTS + 1},
         {"number": 1.0},
         {"unknown": 1},
     ],
 )
 def test_content_of_another_form_is_no_amendment(content: dict[str, Any]) -> None:
-    good = {"run": RUN, "number": 1, "from_round": 5, "action": "amend", "changes": {"inner.lr": 0.1}}
+    good = amendment(1, 5).model_dump()
     text = json.dumps(good | content, sort_keys=True, separators=(",", ":"))
     signed = add_signature(FOUNDER, SignedAmendment(text=text, signatures={}))
     assert refusal(Charter(RUN, SETTINGS), b"", signed) == "invalid"

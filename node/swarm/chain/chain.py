@@ -12,9 +12,10 @@ from statistics import fmean
 
 from torch import Tensor
 
+from node.config.amendments import rewound, rewound_tokens
 from node.diloco.digest import digest_of, leaf_hashes
 from node.diloco.fragments import Ranges, step
-from node.diloco.outer import OuterOptimizer, OuterState, credited, paused
+from node.diloco.outer import OuterOptimizer, OuterState, credited, paused, rolled_back
 from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.fork_choice import Link, append_link, link_of
@@ -49,6 +50,26 @@ class OuterRule:
             return self.inner_steps
         steps, transfers = [j.step_s for j in joins], [j.transfer_s for j in joins]
         return fitting_steps(steps, transfers, least=self.inner_steps, most=self.most_inner_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A rollback that takes place after an outer step."""
+
+    number: int
+    """The number of the amendment."""
+    to: OuterState
+
+    def apply(self, state: OuterState) -> OuterState:
+        """Replace parameters and momentum, and let the schedules continue from the tokens of the earlier state."""
+        tokens = schedule_tokens(state) - schedule_tokens(self.to)
+        amendments = rewound(state.amendments, self.number, tokens)
+        return replace(rolled_back(state, self.to), amendments=amendments)
+
+
+def schedule_tokens(state: OuterState) -> int:
+    """The tokens that learning rate, phases and the end of the run follow: those of the swarm, less rewound ones."""
+    return state.tokens - rewound_tokens(state.amendments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +149,12 @@ def next_tip(
     ranges: Ranges,
     amendments: bytes | None = None,
     next_outer: OuterRule | None = None,
+    rollback: Rollback | None = None,
 ) -> Tip:
     """Compute the tip after a proven outcome. Pure and slow. `mean`: fp32 [P_f], for the parameters in `ranges`.
 
-    `amendments` is the list after the outcome if it accepts an amendment, and `next_outer` as in `make_tip`.
+    `amendments` is the list after the outcome if it accepts an amendment, and `next_outer` as in `make_tip`. With
+    `rollback`, the state of an earlier round replaces the parameters after the outer step.
     """
     leaves = None
     if outer.is_paused:
@@ -143,6 +166,8 @@ def next_tip(
         state = credited(step(tip.state, ranges, mean, outer.optimizer, lr=lr, tokens=tokens, number=number), shares)
     if amendments is not None:
         state = replace(state, amendments=amendments)
+    if rollback is not None:
+        state, leaves = rollback.apply(state), None
     links = append_link(tip.links, link_of(proof, outcome, sum(join.tokens for join in included.values())))
     return make_tip(state, proof.outcome.hash, proof, outer, included, now_s, links, next_outer, leaves)
 

@@ -202,8 +202,9 @@ class Committer:
         tip, outer = ctx.chain.tip, ctx.rules.outer
         amendments = ctx.amendments_after(outcome.plan)
         next_outer = ctx.manifest_rules.at(amendments, outcome.round + 1).outer
+        rollback = await ctx.rollback_after(amendments, outcome.plan)
         return await asyncio.to_thread(
-            next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges, amendments, next_outer
+            next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges, amendments, next_outer, rollback
         )
 
     def check_round(self, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
@@ -305,6 +306,8 @@ class Committer:
             ctx.feedback.stay(tip.head)
         else:
             ctx.feedback.round_over(outcome.round, split_hashes(proof.hashes), tip.head)
+        if ctx.manifest_rules.is_rolled_back(tip):
+            ctx.feedback.clear()
         self._say_tip(tip)
         if offered:  # The others may have gone on since this node's vote.
             at_vote = self._ballot.suspensions_at_vote

@@ -8,18 +8,19 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
-from node.config.amendments import Terms, schedule_of
+from node.config.amendments import Amendment, Terms, decode_list, schedule_of
 from node.config.manifest import RunConfig
 from node.diloco.codec import Codec
 from node.diloco.feedback import FeedbackRule
-from node.errors import NodeError, PeerError
+from node.diloco.outer import OuterState
+from node.errors import NodeError, PeerError, RoundFailed
 from node.swarm.allreduce.reducer import ChunkLayout
 from node.swarm.allreduce.result_feedback import ResultFeedback
 from node.swarm.allreduce.result_store import ResultCache
 from node.swarm.allreduce.uplink_estimator import UplinkEstimator
-from node.swarm.chain.chain import Chain, OuterRule, Tip
+from node.swarm.chain.chain import Chain, OuterRule, Rollback, Tip
 from node.swarm.consensus.fault_hooks import FaultHooks
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.consensus.leader_election import leader_of, slow_uplinks
@@ -27,7 +28,7 @@ from node.swarm.consensus.quorum import Electorate
 from node.swarm.governance.amendment_pool import AmendmentPool
 from node.swarm.governance.charter import AmendmentRefused, Charter
 from node.swarm.membership.peer_table import PeerTable
-from node.swarm.messages import Bounds, Join, Plan, joins_of
+from node.swarm.messages import Bounds, Join, Plan, is_kept, joins_of, read_join
 from node.swarm.transport.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,12 @@ class Rules:
             return self.bounds
         starts = self.amended.starts(amendments)
         return replace(self.bounds, later=tuple((start, self.at(amendments, start).bounds) for start in starts))
+
+    def is_rolled_back(self, tip: Tip) -> bool:
+        """Whether a rollback has replaced the parameters at a tip. These are the rules of the manifest."""
+        accepted, amended = tip.state.amendments, self.amended
+        wanted = amended.charter.rollback_before(accepted, tip.round + 1) if amended is not None else None
+        return wanted is not None and decode_list(accepted)[wanted.number - 1].rewound_tokens is not None
 
     def check_amendments(self, amendments: bytes) -> None:
         """Raise PeerError unless the run could have accepted this list of amendments."""
@@ -171,6 +178,30 @@ class BackgroundTasks:
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
+class StateMissing(RoundFailed):
+    """A round cannot be adopted, because this node does not have the state to which the run goes back."""
+
+
+class KeptStates(Protocol):
+    """The earlier outer states on this node's disk."""
+
+    def holds(self, round_: int, digest: str) -> bool:
+        """Whether the state after this round, with this digest, is here."""
+
+    def load(self, round_: int, digest: str) -> OuterState | None:
+        """Read that state; None if it is not here. Slow."""
+
+
+class NoStates:
+    """No earlier state is kept."""
+
+    def holds(self, round_: int, digest: str) -> bool:
+        return False
+
+    def load(self, round_: int, digest: str) -> OuterState | None:
+        return None
+
+
 def rules_after(rules: Rules, tip: Tip) -> Rules:
     """The rules of the round after a tip. `rules` are those of the manifest."""
     return rules.at(tip.state.amendments, tip.round + 1)
@@ -189,6 +220,7 @@ class Context:
     results: ResultCache
     feedback: ResultFeedback
     pool: AmendmentPool
+    states: KeptStates
     clock: Callable[[], float]
     """Returns monotonic seconds."""
     uplink: UplinkEstimator = field(default_factory=UplinkEstimator)
@@ -222,10 +254,46 @@ class Context:
         if amended is None:
             raise PeerError("nobody may amend this run")
         try:
-            return amended.charter.accept(accepted, plan.amendment, self.next_round)
+            after = amended.charter.accept(accepted, plan.amendment, self.next_round)
+            if not is_kept(plan.amendment.amendment, [read_join(join) for join in plan.joins]):
+                raise AmendmentRefused("too few members have the state to which the run is to go back", "invalid")
+            return after
         except AmendmentRefused as exc:
             self.pool.count(exc)
             raise
+
+    def _rollback_after(self, amendments: bytes) -> Amendment | None:
+        """The rollback after the current round, by the list after it."""
+        amended = self.manifest_rules.amended
+        return amended.charter.rollback_before(amendments, self.next_round + 1) if amended and amendments else None
+
+    async def rollback_after(self, amendments: bytes, plan: Plan) -> Rollback | None:
+        """The rollback after the current round, with the state to which it goes back.
+
+        There is none if too few of the plan's members have that state. Raises StateMissing if it is not here.
+        """
+        wanted = self._rollback_after(amendments)
+        if wanted is None or wanted.to_round is None:
+            return None
+        if not is_kept(wanted, [read_join(join) for join in plan.joins]):
+            logger.warning("The run does not go back to round %d: too few members have its state.", wanted.to_round)
+            return None
+        state = await asyncio.to_thread(self.states.load, wanted.to_round, wanted.state)
+        if state is None:
+            raise StateMissing(
+                f"this node does not have the state after round {wanted.to_round}, to which the run goes"
+            )
+        return Rollback(wanted.number, state)
+
+    async def kept_state(self) -> str:
+        """What a join of this node says of the rollback after this round, or of the pending one (`Join.keeps`)."""
+        wanted = self._rollback_after(self.chain.tip.state.amendments)
+        if wanted is None and (signed := self.pool.next()) is not None:
+            wanted = signed.amendment
+        if wanted is None or wanted.to_round is None:
+            return ""
+        holds = await asyncio.to_thread(self.states.holds, wanted.to_round, wanted.state)
+        return wanted.state[:16] if holds else ""
 
     @property
     def layout(self) -> ChunkLayout:

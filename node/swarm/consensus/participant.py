@@ -21,7 +21,7 @@ from node.swarm.chain.chain import Chain, Tip
 from node.swarm.consensus.attendance import BACK_OFF_S, Attendance
 from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution, StageTimer, known_code
 from node.swarm.consensus.commit import Committed, Committer
-from node.swarm.consensus.context import Context, Rules, rules_after
+from node.swarm.consensus.context import Context, KeptStates, NoStates, Rules, rules_after
 from node.swarm.consensus.depositary import Depositary, Sender
 from node.swarm.consensus.fault_hooks import FaultHooks
 from node.swarm.consensus.handlers import Handlers
@@ -65,8 +65,15 @@ class Participant:
         faults: Faults,
         deliver: Deliver,
         pending_file: Path | None = None,
+        states: KeptStates | None = None,
     ) -> None:
-        """`rules` are those of the manifest. `pending_file` keeps amendments that are pending over a restart."""
+        """Build the parts.
+
+        Args:
+            rules: those of the manifest.
+            pending_file: keeps amendments that are pending over a restart.
+            states: the states to which a rollback can go back; None for none.
+        """
 
         def others() -> list[str]:
             return [r.peer_id for r in peer_table.members() if peer_table.can_call(r)]
@@ -86,6 +93,7 @@ class Participant:
             results=ResultCache(wire, peer_table, now.result_layout_at, chain.store, now.bulk_s, others),
             feedback=ResultFeedback(now.feedback, now.result_layout_at, len(now.layouts), chain.store, chain.tip.head),
             pool=self.pool,
+            states=states or NoStates(),
             clock=clock,
         )
         self.ballot = Ballot(chain, peer_table, clock)
@@ -225,6 +233,7 @@ class Participant:
             settle_s=min(max(mine.settle_s, 0.0), MOST_SETTLE_S),
             evaluation_loss=mine.evaluation_loss,
             training_loss=mine.training_loss,
+            keeps=await ctx.kept_state(),
         )
         join = ctx.hooks.join(ctx.peer_table.identity, content)
         if attempt.number > 0:

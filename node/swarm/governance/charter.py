@@ -70,6 +70,10 @@ class Charter:
         """The settings of a round. `accepted` is the list of a state at this round or before it, or a later list."""
         return schedule_of(self.settings, accepted).at(round_)
 
+    def rollback_before(self, accepted: bytes, round_: int) -> Amendment | None:
+        """The rollback that replaces the parameters before this round; None without one."""
+        return schedule_of(self.settings, accepted).rollbacks.get(round_)
+
     def read(self, signed: SignedAmendment) -> Amendment:
         """Return the content of an amendment of this run with enough valid signatures. Raises AmendmentRefused."""
         if signed.size_bytes > MOST_BYTES:
@@ -108,6 +112,8 @@ class Charter:
             raise AmendmentRefused(
                 f"it applies from round {amendment.from_round}, and round {round_} is being agreed on", "late"
             )
+        if amendment.to_round is not None and amendment.to_round >= round_:
+            raise AmendmentRefused(f"the state after round {amendment.to_round} does not exist yet", "invalid")
         if len(before) >= MOST_AMENDMENTS:
             raise AmendmentRefused(f"the run has {MOST_AMENDMENTS} amendments", "oversized")
         after = encode_list((*before, AcceptedAmendment(signed=signed, round=round_)))

@@ -28,6 +28,7 @@ from node.swarm.chain.fork_choice import (
     overlapping,
     weight,
 )
+from node.swarm.consensus.context import StateMissing
 from node.swarm.consensus.participant import Participant
 from node.swarm.membership.peer_table import PeerRecord, while_live
 from node.swarm.messages import Proof, parse
@@ -192,6 +193,7 @@ class CatchUp:
         their chains and this node's.
         """
         has_led, is_unserved, unrelated = False, False, list[tuple[PeerRecord, Message]]()
+        lacks_state = False
         old_head = self._ctx.chain.tip.head
         for record in peers:
             tip = self._ctx.chain.tip
@@ -200,6 +202,7 @@ class CatchUp:
             except SwarmError as exc:
                 logger.info("This node could not catch up from peer %s: %s", record.peer_id[-6:], exc)
                 is_unserved |= isinstance(exc, RoundFailed)  # A peer could refuse with any code.
+                lacks_state |= isinstance(exc, StateMissing)
                 continue
             has_moved = self._ctx.chain.tip is not tip
             if reply.header.get("light") is True and not has_moved:
@@ -215,7 +218,9 @@ class CatchUp:
         for record, reply in unrelated:
             if self._ctx.chain.tip.head != old_head or await self._has_lost_to(record, reply):
                 break
-        if is_unserved and self._ctx.chain.tip.head == old_head:
+        if lacks_state and self._ctx.chain.tip.head == old_head:
+            self._lose("the run has gone back to a state that this node does not have", "far_behind")
+        elif is_unserved and self._ctx.chain.tip.head == old_head:
             self._wait_for_result(old_head)
         return has_led
 

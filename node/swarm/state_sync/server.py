@@ -16,7 +16,7 @@ from node.errors import PeerError
 from node.status import Channel, Phase
 from node.swarm.chain.chain import Tip, make_tip
 from node.swarm.chain.fork_choice import MAX_LINKS, Link, heads_of, links_after, read_links
-from node.swarm.consensus.context import Context, Rules
+from node.swarm.consensus.context import Context, KeptStates, Rules
 from node.swarm.messages import Join, Proof, check_proof, included_joins
 from node.swarm.transport.wire import Message, Service, Wire
 
@@ -64,6 +64,10 @@ class StateSource(Protocol):
 
     def oldest_needed_round(self) -> int | None:
         """The oldest round from which a joiner, or this node after a crash, will replay."""
+
+
+class KeptSource(StateSource, KeptStates, Protocol):
+    """Checkpoints that this node serves, and to which a rollback can go back."""
 
 
 def joins_at(head: str, round: int, proof: Proof | None, rules: Rules, amendments: bytes = b"") -> Mapping[str, Join]:
