@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,17 @@ def test_two_of_three_keys_sign_a_file(
     file.write_text("{}")
     assert steer(folders[1], "sign", str(file)) == 2
     assert "holds no amendment" in capsys.readouterr().err
+
+
+def test_founder_goes_back_to_a_checkpoint_of_its_node(
+    node: Node, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = home / "checkpoints" / "round-00000012"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(json.dumps({"body": {"state_digest": "ef" * 32}}))
+    assert steer(home, "rollback", "11") == 2
+    assert "no checkpoint of round 11: choose one of 12." in capsys.readouterr().err
+    assert steer(home, "rollback", "x") == steer(home, "rollback") == 2
+    assert steer(home, "rollback", "12") == 0
+    assert node.changes == [("rollback to round 12", LAST + 4)]
+    assert decode_list(node.accepted)[0].signed.amendment.state == "ef" * 32

@@ -74,30 +74,15 @@ class Participant:
             pending_file: keeps amendments that are pending over a restart.
             states: the states to which a rollback can go back; None for none.
         """
-
-        def others() -> list[str]:
-            return [r.peer_id for r in peer_table.members() if peer_table.can_call(r)]
-
-        clock = asyncio.get_running_loop().time
-        now = rules_after(rules, chain.tip).paused(False)
         charter = rules.amended.charter if rules.amended is not None else None
         self.pool = AmendmentPool(
             wire, peer_table, charter, lambda: (chain.tip.state.amendments, chain.tip.round + 1), pending_file
         )
-        self.ctx = Context(
-            wire=wire,
-            peer_table=peer_table,
-            manifest_rules=rules,
-            chain=chain,
-            hooks=FaultHooks(faults, chain, peer_table),
-            results=ResultCache(wire, peer_table, now.result_layout_at, chain.store, now.bulk_s, others),
-            feedback=ResultFeedback(now.feedback, now.result_layout_at, len(now.layouts), chain.store, chain.tip.head),
-            pool=self.pool,
-            states=states or NoStates(),
-            clock=clock,
-        )
-        self.ballot = Ballot(chain, peer_table, clock)
-        self.stages = StageTimer(clock)
+        self._followed = rules_after(rules, chain.tip).paused(False)
+        """The rules that the parts of this node follow."""
+        self.ctx = self._make_context(wire, peer_table, rules, chain, faults, states or NoStates())
+        self.ballot = Ballot(chain, peer_table, self.ctx.clock)
+        self.stages = StageTimer(self.ctx.clock)
         self.sender = Sender(self.ctx, self.ballot)
         self.depositary = Depositary(self.ctx)
         self.committer = Committer(self.ctx, self.ballot, self.stages, self._on_commit)
@@ -107,9 +92,27 @@ class Participant:
         self._handlers = Handlers(self.ctx, self.ballot, voter, leader, self.depositary)
         self._deliver = deliver
         self._offered = asyncio.Event()
-        self._followed = now
-        """The rules that the parts of this node follow."""
         wire.serve(self._handlers.services())
+
+    def _make_context(
+        self, wire: Wire, peer_table: PeerTable, rules: Rules, chain: Chain, faults: Faults, states: KeptStates
+    ) -> Context:
+        def others() -> list[str]:
+            return [r.peer_id for r in peer_table.members() if peer_table.can_call(r)]
+
+        now = self._followed
+        return Context(
+            wire=wire,
+            peer_table=peer_table,
+            manifest_rules=rules,
+            chain=chain,
+            hooks=FaultHooks(faults, chain, peer_table),
+            results=ResultCache(wire, peer_table, now.result_layout_at, chain.store, now.bulk_s, others),
+            feedback=ResultFeedback(now.feedback, now.result_layout_at, len(now.layouts), chain.store, chain.tip.head),
+            pool=self.pool,
+            states=states,
+            clock=asyncio.get_running_loop().time,
+        )
 
     def offer(self, contribution: LocalContribution) -> None:
         """Take part in the round after the contribution's parent. A newer offer replaces an older one."""
