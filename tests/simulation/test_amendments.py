@@ -126,7 +126,7 @@ def steered_scenario(seed: int) -> Scenario:
 
 @pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
 def test_all_nodes_use_the_same_settings_in_each_round(first: int) -> None:
-    accepted = joined = 0
+    accepted = joined = rewound = 0
     for seed in SEEDS[first : first + 10]:
         report, world = simulate(steered_scenario(seed), run=steered)
         assert report.violations == [], seed
@@ -135,6 +135,7 @@ def test_all_nodes_use_the_same_settings_in_each_round(first: int) -> None:
         newest = max(world.nodes, key=lambda node: node.tip.round).tip
         amendments = decode_list(newest.state.amendments)
         accepted += len(amendments)
+        rewound += sum(one.rewound_tokens is not None for one in amendments)
         joined += sum(node.downloads for node in world.nodes)
         on_chain = {link.parent for link in newest.links}
         for (head, round_), used in founder.used.items():
@@ -147,7 +148,7 @@ def test_all_nodes_use_the_same_settings_in_each_round(first: int) -> None:
             assert one.round < one.signed.amendment.from_round
             assert json.loads(one.signed.text)["run"] == rules.run
     assert accepted >= 10
-    assert joined > 0
+    assert joined > 0 and rewound > 0
 
 
 @pytest.mark.parametrize("seed", range(6))
