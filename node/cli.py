@@ -36,6 +36,20 @@ examples:
   diloco-node owner leave                        belong to nobody
 
 """
+STEER_EXAMPLES = """\
+Examples:
+  diloco-node steer                                        who may change the run, and what has been changed
+  diloco-node steer amend inner.lr=2e-4 total_tokens=4000000000
+  diloco-node steer pause --from-round 120                 from round 120 on, nobody trains
+  diloco-node steer resume
+  diloco-node steer rollback 96                            parameters and momentum of round 96 come back
+  diloco-node steer stop                                   all nodes export the model and stop
+If the run needs several signatures:
+  diloco-node steer amend inner.lr=2e-4 --out change.json
+  diloco-node steer sign change.json                       by each of the others
+  diloco-node steer submit change.json
+"""
+STEER_ACTIONS = ("show", "amend", "pause", "resume", "rollback", "stop", "sign", "submit")
 OWNER_ACTIONS = ("show", "set", "token", "join", "leave")
 OPTIONS_OF_KEYS = {
     "data_dir": "node.data_dir", "name": "node.name", "bootstrap": "swarm.bootstrap", "to": "publish.to",
@@ -232,6 +246,7 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
             _add_bootstrap(command)
             command.epilog = f"{RUN_EXAMPLES}\n{EPILOG}"
         command.add_argument("--name", metavar="NAME", help="name of this node, shown to the other members")
+    _add_steer(add)
     command = add("runs", _runs, "list the runs that anybody may join, what they need, and whether this machine fits")
     command.add_argument("run", metavar="RUN", nargs="?", help="show one run, by name or id, with its invite")
     command.add_argument("--json", action="store_true", help="print the runs as JSON, with their invites")
@@ -283,6 +298,22 @@ def _add_update(add: Callable[[str, Callable[[Call], int], str], Parser]) -> Non
     command = add("update", _update, "check a signed release file, and install its version only with --install")
     command.add_argument("--from", dest="source", metavar="RELEASE", help="URL or path of another release file")
     command.add_argument("--install", action="store_true", help="install the new version into this environment")
+
+
+def _add_steer(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    command = add("steer", _steer, "change, pause, resume, rewind or stop the whole run, if this node's key may")
+    command.epilog = f"{STEER_EXAMPLES}\n{EPILOG}"
+    command.add_argument(
+        "action", metavar="ACTION", nargs="?", choices=STEER_ACTIONS, default="show", help=", ".join(STEER_ACTIONS)
+    )
+    command.add_argument(
+        "words", metavar="WORD", nargs="*", help="KEY=VALUE (amend), ROUND (rollback), or FILE (sign, submit)"
+    )
+    command.add_argument("--from-round", metavar="N", type=int, help="first round to which the change applies")
+    command.add_argument("--key", metavar="FILE", type=Path, help="key file (default: the key of this node)")
+    command.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the signed amendment to a file, and do not submit it"
+    )
 
 
 def _add_bootstrap(command: Parser) -> None:
@@ -772,6 +803,41 @@ def _owner(call: Call) -> int:
         "leave": lambda: owner.leave(folder),
     }
     print(actions[args.action]())
+    return 0
+
+
+def _steer(call: Call) -> int:
+    from node.commands import steer
+    from node.commands.client import Client
+
+    args, client = call.args, Client(call.data_dir)
+    if args.action in ("sign", "submit") and len(args.words) != 1:
+        raise UsageError(f"Name one file: `diloco-node steer {args.action} FILE`.")
+    if args.action == "rollback" and len(args.words) != 1:
+        raise UsageError("Name the round to go back to: `diloco-node steer rollback ROUND`.")
+    if args.action not in ("amend", "rollback", "sign", "submit") and args.words:
+        raise UsageError(f"`steer {args.action}` takes no further word: see `diloco-node steer --help`.")
+    if args.action in ("show", "sign", "submit") and (args.from_round is not None or args.out is not None):
+        raise UsageError("--from-round and --out belong to amend, pause, resume, rollback and stop.")
+    if args.action == "show":
+        print(steer.describe(steer.governance(client)))
+    elif args.action == "sign":
+        print(steer.sign_file(Path(args.words[0]), steer.read_key(call.data_dir, args.key)))
+    elif args.action == "submit":
+        print(steer.submit(client, steer.read(Path(args.words[0]))[0]))
+    else:
+        content: dict[str, Any] = {"changes": steer.parse_changes(args.words)} if args.action == "amend" else {}
+        if args.action == "rollback":
+            content = steer.read_target(call.data_dir, args.words[0])
+        amendment = steer.draft(client, args.action, content, args.from_round)
+        signed, missing = steer.sign(client, steer.read_key(call.data_dir, args.key), amendment)
+        if args.out is None and missing > 0:
+            raise UsageError(f"The run needs {missing + 1} signatures: write a file with --out FILE, and pass it on.")
+        if args.out is not None:
+            steer.write(args.out, signed)
+            print(f"Wrote amendment {amendment.number} to {args.out}. It needs {max(0, missing)} more signatures.")
+        else:
+            print(steer.submit(client, signed))
     return 0
 
 

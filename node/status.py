@@ -75,6 +75,7 @@ FAILURE_REASONS = (
 REJECT_REASONS = ("bad_message", "bad_signature", "bad_size", "not_finite", "bad_norm", "bad_weight", "equivocation")
 PUBLISH_RESULTS = ("published", "found", "superseded", "given_up", "failed")
 """By this node; by another node; not, as a later round is there; not, as it waited too long; not yet."""
+AMENDMENT_REFUSALS = ("forged", "replayed", "late", "early", "conflicting", "oversized", "invalid")
 REACHABILITIES = ("direct", "relay", "none")
 TRANSPORTS = ("direct", "relay")
 
@@ -162,10 +163,56 @@ class RunInfo(Value):
     swarm_tokens: int = 0
     total_tokens: int = 0
     """The number of swarm tokens at which the run is complete; 0 until the manifest is known."""
+    is_paused: bool = False
+    """Whether an amendment has paused the run, so that no member trains."""
+    amendments: int = 0
+    """The number of accepted amendments; `GET /api/v1/amendments` returns them."""
     head: str = ""
     """The hash of the newest record in the chain of committed rounds, in hex; at first, the hash of the manifest."""
     state_digest: str = ""
     """Hex digest of the outer state after `round`."""
+
+
+class AmendmentInfo(Value):
+    """An amendment of the run: a signed change that applies from a round on."""
+
+    digest: str
+    """SHA-256 of its text, in hex."""
+    number: int
+    from_round: int
+    """The first round to which it applies."""
+    change: str
+    """The new values, such as `inner.lr = 0.0002`, or `pause`, `resume` or `stop`."""
+    signers: tuple[str, ...]
+    """Peer ids of the keys that have signed it."""
+    accepted_round: int | None = None
+    """The round whose record has accepted it; None while it is pending."""
+
+
+class RefusedAmendment(Value):
+    """A submitted amendment that this node has refused."""
+
+    digest: str
+    reason: str
+
+
+class GovernanceInfo(Value):
+    """Who may amend the run, and its amendments."""
+
+    run: str = ""
+    """Hash of the manifest; empty until it is known."""
+    mode: Literal["founder", "keys", "fixed"] = "fixed"
+    keys: tuple[str, ...] = ()
+    """Peer ids of the keys that may amend the run."""
+    threshold: int = 1
+    """How many of the keys must sign an amendment."""
+    round: int = -1
+    """The last committed round that this node knows."""
+    is_paused: bool = False
+    amendments: tuple[AmendmentInfo, ...] = ()
+    """In the order of their numbers; pending ones come last."""
+    refused: tuple[RefusedAmendment, ...] = ()
+    """The newest submissions that this node has refused, newest last."""
 
 
 class Sample(Value):
@@ -435,6 +482,7 @@ class Counters(Value, frozen=False):
     contributions_carried: int = 0
     digest_mismatches: int = 0
     peers_rejected: dict[str, int] = Field(default_factory=dict)
+    amendments_refused: dict[str, int] = Field(default_factory=dict)
     network_sent_bytes: dict[Channel, int] = Field(default_factory=dict)
     network_received_bytes: dict[Channel, int] = Field(default_factory=dict)
     publications: dict[str, int] = Field(default_factory=dict)

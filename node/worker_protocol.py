@@ -1,6 +1,7 @@
 """The messages between supervisor and worker: one JSON object per line over a socketpair.
 
-The supervisor sends `Start` once, then `Adjust` and `Stop`. The worker sends the other messages and finally `Ended`.
+The supervisor sends `Start` once, then `Adjust`, `Submit` and `Stop`. The worker sends the other messages and finally
+`Ended`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from node.status import Notice, Report, RoundRecord, SavedCounters, Value
+from node.config.amendments import SignedAmendment
+from node.status import GovernanceInfo, Notice, Report, RoundRecord, SavedCounters, Value
 
 MAX_LINE_BYTES = 4 * 2**20
 """Upper bound of a line. A report of 1,000 peers is about 400 kB."""
@@ -59,6 +61,13 @@ class Adjust(Value):
     type: Literal["adjust"] = "adjust"
     config: dict[str, Any]
     """As in `Start`."""
+
+
+class Submit(Value):
+    """An amendment of the run that the owner submits."""
+
+    type: Literal["submit"] = "submit"
+    amendment: SignedAmendment
 
 
 class Beat(Value):
@@ -111,6 +120,13 @@ class ListenReport(Value):
     addresses: tuple[str, ...]
 
 
+class GovernanceReport(Value):
+    """The amendments of the run. Sent when they change."""
+
+    type: Literal["governance"] = "governance"
+    governance: GovernanceInfo
+
+
 class LogReport(Value):
     type: Literal["log"] = "log"
     level: str
@@ -131,9 +147,18 @@ class Ended(Value):
 
 
 WorkerMessage = (
-    Beat | Unsaved | StatusReport | RoundReport | DurationReport | NoticeReport | ListenReport | LogReport | Ended
+    Beat
+    | Unsaved
+    | StatusReport
+    | RoundReport
+    | DurationReport
+    | NoticeReport
+    | ListenReport
+    | GovernanceReport
+    | LogReport
+    | Ended
 )
-SupervisorMessage = Start | Adjust | Stop
+SupervisorMessage = Start | Adjust | Submit | Stop
 
 _WORKER_MESSAGE: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="type")])
 _SUPERVISOR_MESSAGE: TypeAdapter[SupervisorMessage] = TypeAdapter(

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { MonthUsage, Phase, Status } from "../src/api/schema";
-import { availableActions, describe, energySource, isRelay, peerPhase, reach, reason, restartCommand, sourceName } from "../src/format/status-text";
+import { amendmentState, availableActions, describe, governedBy, energySource, isRelay, peerPhase, reach, reason, restartCommand, sourceName } from "../src/format/status-text";
 
 const PHASES: Phase[] = [
   "starting", "connecting", "downloading", "training", "syncing", "paused", "draining", "leaving", "stopped", "error",
@@ -18,7 +18,7 @@ test("every phase has its own word and explanation", () => {
 
 test.each([
   ["training", "relay", "Relaying"], ["training", "no_text", "Waiting"], ["training", "pausing", "Pausing"],
-  ["syncing", "waiting_for_peers", "Waiting"], ["stopped", "run_complete", "Complete"], ["paused", "scheduled", "Paused"],
+  ["syncing", "waiting_for_peers", "Waiting"], ["syncing", "run_paused", "Paused"], ["stopped", "run_complete", "Complete"], ["paused", "scheduled", "Paused"],
   ["paused", "on_battery", "Paused"], ["paused", "user_active", "Paused"], ["training", "a_code_of_tomorrow", "Training"],
 ] as [Phase, string, string][])("%s with code %s", (phase, code, word) => {
   expect(describe({ phase, code }).word).toBe(word);
@@ -117,4 +117,15 @@ test("a pause by the traffic limit says until when", () => {
   const until = new Date(2026, 11, 1).toISOString();
   const paused = status("paused", { code: "traffic_limit", reason: "x", pause: { by: "traffic", until, after_round: null } });
   expect(reason(paused, now)).toBe("The traffic limit of this month is reached. Paused until Tue 1 Dec, 00:00.");
+});
+
+test("an amendment says whether it is pending, and from which round on it applies", () => {
+  expect(amendmentState({ from_round: 9, accepted_round: null })).toBe("Pending, from round 9 on.");
+  expect(amendmentState({ from_round: 9, accepted_round: 5 })).toBe("Accepted by round 5, from round 9 on.");
+});
+
+test("each governance names who may change the run", () => {
+  const texts = (["founder", "keys", "fixed"] as const).map((mode) => governedBy({ mode, keys: ["a", "b", "c"], threshold: 2 }));
+  expect(texts[1]).toContain("2 of 3 keys");
+  expect(new Set(texts).size).toBe(3);
 });

@@ -9,9 +9,11 @@ from node.api.leaderboard import RankedMember, RankedOwner, RankedTeam
 from node.api.node_interface import GeneratedText, LogLine
 from node.api.public_run import LossPoint, OwnRun, PublicMember, PublicRound, PublicRun, PublicSample
 from node.status import (
+    AmendmentInfo,
     ContributionInfo,
     DepartedPeer,
     DeviceInfo,
+    GovernanceInfo,
     JournalEntry,
     Member,
     MonthUsage,
@@ -94,6 +96,14 @@ HISTORY = models.History(
 VERSION = models.Version(
     version="0.1.0", revision="ec6d688", python="3.11.7", torch="2.13.0", hivemind="1.1.12"
 )
+GOVERNANCE = GovernanceInfo(
+    run=DIGEST, mode="founder", keys=(ADA,), round=41,
+    amendments=(
+        AmendmentInfo(
+            digest=DIGEST, number=1, from_round=30, change="inner.lr = 0.0002", signers=(ADA,), accepted_round=26
+        ),
+    ),
+)
 PUBLIC_RUN = PublicRun(
     name="a run", purpose="To see how far ten laptops get.", manifest_hash="8f" * 32,
     model="llama, 4 layers of width 128", parameters=1_000_000, data=("builtin:python-stdlib",), tokenizer="bytes",
@@ -144,11 +154,14 @@ RESPONSES: dict[tuple[str, str], Value] = {
     ("post", "/api/v1/actions/drain"): models.Accepted(phase=Phase.DRAINING),
     ("post", "/api/v1/actions/leave"): models.Accepted(phase=Phase.LEAVING),
     ("post", "/api/v1/generate"): GeneratedText(text="argv):\n    return 0", round=11),
+    ("get", "/api/v1/amendments"): GOVERNANCE,
+    ("post", "/api/v1/amendments"): models.AmendmentAccepted(digest=DIGEST),
     ("post", "/api/v1/session"): models.SessionOpened(cookie="diloco_session_1a2b3c4d"),
 }
 REQUESTS: dict[tuple[str, str], Any] = {
     ("post", "/api/v1/actions/pause"): {"for_s": 3600},
     ("post", "/api/v1/generate"): {"prompt": "def main(", "tokens": 64, "temperature": 0.8},
+    ("post", "/api/v1/amendments"): {"text": '{"action":"pause",..}', "signatures": {ADA: "00" * 64}},
 }
 
 

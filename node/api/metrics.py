@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from node.api.node_interface import ProcessUsage, Space, View
 from node.status import (
+    AMENDMENT_REFUSALS,
     FAILURE_REASONS,
     PUBLISH_RESULTS,
     REACHABILITIES,
@@ -78,6 +79,8 @@ COUNTERS = (
                 "peers_rejected", "reason", REJECT_REASONS, "bad_message"),
     CounterSpec("publications", "Rounds by what became of their publication at this node.",
                 "publications", "result", PUBLISH_RESULTS, "failed"),
+    CounterSpec("amendments_refused", "Amendments of the run that this node has refused, by reason.",
+                "amendments_refused", "reason", AMENDMENT_REFUSALS, "invalid"),
     CounterSpec("network_sent_bytes", "Bytes sent to the swarm.", "network_sent_bytes", "channel", tuple(Channel)),
     CounterSpec("network_received_bytes", "Bytes received from the swarm.",
                 "network_received_bytes", "channel", tuple(Channel)),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from node.api.node_interface import LogLine
+from node.config.amendments import MOST_BYTES
+from node.config.manifest import MOST_KEYS
 from node.status import DepartedPeer, JournalEntry, PeerRow, Phase, RoundRecord, Value
 
 
@@ -88,6 +92,20 @@ class ResolvedConfig(Value):
 class Accepted(Value):
     phase: Phase
     """The phase that the action leads to."""
+
+
+class SubmittedAmendment(Value):
+    """An amendment of the run, as `diloco-node steer` writes it."""
+
+    text: str = Field(min_length=1, max_length=MOST_BYTES)
+    """The canonical text that is signed."""
+    signatures: dict[str, str] = Field(max_length=MOST_KEYS)
+    """Signatures in hex, by the peer id of the key."""
+
+
+class AmendmentAccepted(Value):
+    digest: str
+    """SHA-256 of the text. `GET /api/v1/amendments` has it as soon as the amendment is pending or refused."""
 
 
 class SessionOpened(Value):

@@ -11,9 +11,10 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
+from node.config.amendments import SignedAmendment
 from node.config.schema import Config
 from node.errors import NodeError, UsageError
-from node.status import DepartedPeer, JournalEntry, Moment, PeerRow, Phase, RoundRecord, Status, Value
+from node.status import DepartedPeer, GovernanceInfo, JournalEntry, Moment, PeerRow, Phase, RoundRecord, Status, Value
 
 ActionName = Literal["pause", "resume", "drain", "leave"]
 Level = Literal["debug", "info", "warning", "error"]
@@ -88,6 +89,7 @@ class View:
     """Newest first."""
     departed: Sequence[DepartedPeer] = ()
     """Newest first."""
+    governance: GovernanceInfo = field(default_factory=GovernanceInfo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,10 @@ class Node(Protocol):
 
     def act(self, action: ActionName, order: PauseOrder) -> Phase:
         """Begin an action and return the phase it leads to. Idempotent. Raises NotAllowed."""
+        ...
+
+    def submit(self, amendment: SignedAmendment) -> None:
+        """Submit an amendment of the run. `View.governance` says what became of it. Raises NotAllowed."""
         ...
 
 

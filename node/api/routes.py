@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import platform
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -37,10 +38,11 @@ from node.api.node_interface import (
 )
 from node.api.redaction import hide_secrets
 from node.api.support_bundle import BundleSource, make_bundle
+from node.config.amendments import SignedAmendment
 from node.config.overrides import OverrideError
 from node.config.schema import Config
 from node.host.cores import usable_cores
-from node.status import PeerRow, Phase, RoundRecord, RunInfo, Status
+from node.status import GovernanceInfo, PeerRow, Phase, RoundRecord, RunInfo, Status
 
 READY = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.PAUSED, Phase.DOWNLOADING})
 """Phases of a ready node. A connecting node is not ready, because no peer has answered yet."""
@@ -90,6 +92,7 @@ def make_router(context: ApiContext) -> APIRouter:
     _add_config(router, context.settings)
     _add_actions(router, context.node)
     _add_generate(router, context.texts)
+    _add_amendments(router, context.node)
     _add_session(router, context.keys)
     return router
 
@@ -396,6 +399,19 @@ def _add_generate(router: APIRouter, texts: ContinuesText | None) -> None:
             return problem_response(429, str(exc), {"Retry-After": "5"}, code=exc.code)
         except GeneratorFailed as exc:
             return problem_response(503, str(exc), code=exc.code)
+
+
+def _add_amendments(router: APIRouter, node: Node) -> None:
+    @router.get("/api/v1/amendments", tags=["node"])
+    async def amendments() -> GovernanceInfo:
+        """Who may amend the run while it runs, and its accepted and pending amendments."""
+        return node.view().governance
+
+    @router.post("/api/v1/amendments", status_code=202, responses=describe_problems(409), tags=["actions"])
+    async def submit(amendment: models.SubmittedAmendment) -> models.AmendmentAccepted:
+        """Submit a signed amendment. The members check it and accept it in a later round, or refuse it."""
+        node.submit(SignedAmendment(text=amendment.text, signatures=amendment.signatures))
+        return models.AmendmentAccepted(digest=hashlib.sha256(amendment.text.encode()).hexdigest())
 
 
 def _add_session(router: APIRouter, keys: Keys) -> None:

@@ -67,6 +67,13 @@ class Client:
         """What the public page of the run shows."""
         return self._call("GET", "/api/v1/public")
 
+    def amendments(self) -> dict[str, Any]:
+        """Who may amend the run, and its amendments."""
+        return self._call("GET", "/api/v1/amendments")
+
+    def submit_amendment(self, signed: dict[str, Any]) -> dict[str, Any]:
+        return self._call("POST", "/api/v1/amendments", signed)
+
     def is_there(self) -> bool:
         """Whether a node answers on this data folder. Files that a killed node has left do not count."""
         try:

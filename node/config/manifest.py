@@ -33,6 +33,8 @@ WEIGHT_RATIO_MAX = 64
 BUILTIN_TEXT = "builtin:python-stdlib"
 SOURCE_KINDS = ("builtin", "hub", "parquet", "json", "text")
 MOST_PHASES = 64
+MOST_KEYS = 16
+"""Limit on the keys that may steer a run."""
 SPARSE_CODECS = ("topk", "topk64")
 LOSSY_CODECS = (*SPARSE_CODECS, "int2")
 """Codecs that lose so much that they need error feedback."""
@@ -381,6 +383,10 @@ def _check_purpose(purpose: str) -> str:
     return purpose
 
 
+PEER_ID_FORM = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
+GOVERNANCE_KEYS = ("governance", "governance_keys", "governance_threshold")
+
+
 class RunConfig(Section):
     """The part of a manifest that the founder chooses."""
 
@@ -393,6 +399,15 @@ class RunConfig(Section):
     phases: Annotated[tuple[PhaseConfig, ...], Field(max_length=MOST_PHASES)] = ()
     """Changes of the learning rate and of the mix of sources in mid-run, as tables [[run.phases]] with `from_tokens`
     and one or more of `lr_ratio`, `schedule`, `warmup_tokens` and `weights`; as a flag, a JSON list of such objects."""
+    governance: Literal["founder", "keys", "fixed"] = "fixed"
+    """Who may change the run while it runs. With `founder`, the key of the node that founds it; with `keys`,
+    `governance_threshold` of `governance_keys`; with `fixed`, nobody."""
+    governance_keys: Annotated[
+        tuple[Annotated[str, Field(pattern=PEER_ID_FORM)], ...], Field(max_length=MOST_KEYS)
+    ] = ()
+    """Peer ids of the keys that may change the run. With `founder`, the founding node writes its own."""
+    governance_threshold: int = Field(1, ge=1, le=MOST_KEYS)
+    """How many of `governance_keys` must sign a change."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
@@ -428,6 +443,19 @@ class RunConfig(Section):
             raise ValueError("data.tokenizer = bytes needs model.vocab_size of at least 258")
         if self.inner.schedule == "inverse-sqrt" and not self.inner.warmup_tokens:
             raise ValueError("inner.schedule inverse-sqrt falls from the end of a warm-up: set inner.warmup_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _is_governed(self) -> RunConfig:
+        keys, threshold = self.governance_keys, self.governance_threshold
+        if len(set(keys)) < len(keys):
+            raise ValueError("governance_keys names a key twice")
+        if self.governance == "keys" and threshold > len(keys):
+            raise ValueError(f"governance_threshold {threshold} is more than the {len(keys)} governance_keys")
+        if self.governance != "keys" and threshold > 1:
+            raise ValueError(f"governance_threshold belongs to governance keys, not to {self.governance}")
+        if len(keys) > {"keys": MOST_KEYS, "founder": 1, "fixed": 0}[self.governance]:
+            raise ValueError(f"governance {self.governance} has too many governance_keys: set governance to keys")
         return self
 
     @model_validator(mode="after")
@@ -482,9 +510,22 @@ class Manifest(Section):
     """Number of model parameters."""
     run: RunConfig
 
+    @model_validator(mode="after")
+    def _has_founder(self) -> Manifest:
+        if self.run.governance == "founder" and not self.run.governance_keys:
+            raise ValueError("governance founder needs the founder's key in governance_keys")
+        return self
+
     def canonical(self) -> bytes:
-        """The bytes under the hash: UTF-8 JSON with sorted keys and no spaces."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        """The bytes under the hash: UTF-8 JSON with sorted keys and no spaces.
+
+        A `fixed` run has no keys of governance, so the manifests of runs from before there were any have the same hash.
+        """
+        tree = self.model_dump(mode="json")
+        if self.run.governance == "fixed":
+            for key in GOVERNANCE_KEYS:
+                del tree["run"][key]
+        return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def hash(self) -> str:

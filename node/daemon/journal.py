@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 from node.status import (
     DepartedPeer,
+    GovernanceInfo,
     JournalEntry,
     JournalKind,
     Outcome,
@@ -102,6 +103,21 @@ class Journal:
             self._add_node(record.reason or f"{record.dropped} rounds no longer count.")
         elif record.outcome is Outcome.FAILED and not record.head:
             self._add_node(f"Round {record.round} failed and is tried again. {record.reason}".strip())
+
+    def add_amendments(self, before: GovernanceInfo, after: GovernanceInfo) -> None:
+        """Note amendments that are pending or accepted since `before`, and those that were refused."""
+        if before.run != after.run:
+            return  # The worker has just read the run, with amendments of any age.
+        known = {(one.digest, one.accepted_round) for one in before.amendments}
+        for one in after.amendments:
+            if (one.digest, one.accepted_round) not in known:
+                by = ", ".join(signer[-6:] for signer in one.signers)
+                what = f"Amendment {one.number} by {by} ({one.change}, from round {one.from_round})"
+                is_pending = one.accepted_round is None
+                self._add_node(f"{what} is {'pending' if is_pending else f'accepted by round {one.accepted_round}'}.")
+        for refused in after.refused:
+            if refused not in before.refused:
+                self._add_node(f"A submitted amendment was refused: {refused.reason}")
 
     def _add_peer(self, kind: JournalKind, row: PeerRow) -> None:
         self._add(JournalEntry(at="", kind=kind, peer_id=row.peer_id, name=row.name, text=WORDS[kind]))

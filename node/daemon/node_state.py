@@ -21,6 +21,7 @@ from node.api.node_interface import LOG_LEVELS, LogLine, View, level_name
 from node.daemon.journal import Journal
 from node.status import (
     TRAFFIC_LIMIT,
+    GovernanceInfo,
     MonthUsage,
     NodeInfo,
     Notice,
@@ -79,6 +80,7 @@ class NodeState:
         self._subscribers: set[asyncio.Queue[Status | None]] = set()
         self._is_closed = False
         self._counters = counters
+        self._governance = GovernanceInfo()
         self._status = self._build()
 
     @property
@@ -138,6 +140,11 @@ class NodeState:
             history.add_report(report)
         self.set_notice(NEWER_VERSION, newer_version_notice(self._node.version, report.swarm))
 
+    def set_governance(self, governance: GovernanceInfo) -> None:
+        """Set the amendments of the run, and note in the journal those that are new."""
+        self._journal.add_amendments(self._governance, governance)
+        self._governance = governance
+
     def add_round(self, record: RoundRecord) -> None:
         """Add a round record, unless a worker reports the round again after a crash.
 
@@ -195,6 +202,7 @@ class NodeState:
             alive=alive,
             journal=self._journal.entries,
             departed=self._journal.departed,
+            governance=self._governance,
         )
 
     @contextmanager

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from node.api.metrics import Build, Metrics
 from node.api.node_interface import ActionName, Configured, NotAllowed, PauseOrder, View
+from node.config.amendments import SignedAmendment
 from node.daemon.data_directory import DataDirectory, DiskMonitor
 from node.daemon.host_sensors import HostSensors
 from node.daemon.live_config import LiveConfig
@@ -44,6 +45,7 @@ from node.worker_protocol import (
     DurationReport,
     Ended,
     FoundFrom,
+    GovernanceReport,
     ListenReport,
     LogReport,
     NoticeReport,
@@ -51,6 +53,7 @@ from node.worker_protocol import (
     Start,
     StatusReport,
     Stop,
+    Submit,
     WorkerMessage,
 )
 
@@ -182,6 +185,12 @@ class Supervisor:
             self._directory.remember_stopped(False)
             self._resume()
         return Phase.TRAINING if self._mode == "train" else Phase.STARTING
+
+    def submit(self, amendment: SignedAmendment) -> None:
+        if self._desired != "run":
+            raise NotAllowed("The node takes no part in rounds now, so it can submit nothing: `resume` it first.")
+        logger.info("The owner has submitted an amendment of the run: %s", amendment.text)
+        self._worker.send(Submit(amendment=amendment))
 
     # node_interface.Settings
 
@@ -375,6 +384,8 @@ class Supervisor:
                 self.metrics.observe(seconds)
             case ListenReport(addresses=addresses):
                 self._port_hold.hold(addresses)
+            case GovernanceReport(governance=governance):
+                self._state.set_governance(governance)
             case LogReport():
                 log_worker_record(message)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -525,8 +526,9 @@ CODECS: dict[str, Callable[[], Codec]] = {
 }
 
 
+@cache
 def make_codec(name: str) -> Codec:
-    """Return the codec of the manifest's `sync.codec`. Raises ValueError for an unknown name."""
+    """Return the codec of the manifest's `sync.codec`, which has no state. Raises ValueError for an unknown name."""
     if name not in CODECS:
         raise ValueError(f"There is no codec {name!r}: use one of {', '.join(CODECS)}.")
     return CODECS[name]()

@@ -1,8 +1,9 @@
 """The digest of the outer state is the root of a hash tree, so that a downloaded slice can be checked alone.
 
 Leaves are the BLAKE3 hashes of 4 MiB slices, first of the anchor, then of the momentum (fp32, little-endian); no slice
-covers parts of both. The root is the hash of round, tokens, parameter count, the hash of all leaves, and the credit's
-root. So a member's credit can be proved without the leaves. Leaves and root are hashed with different key contexts.
+covers parts of both. The root is the hash of round, tokens, parameter count, the hash of all leaves, the credit's root,
+and the hash of the amendments, if there are any. So a member's credit can be proved without the leaves. Leaves,
+amendments and root are hashed with different key contexts.
 BLAKE3 is used because all members hash the whole state in every round: one Xeon core hashes 5.7 GB/s with BLAKE3, 1.0
 with BLAKE2b, and with SHA-256 1.4 (0.4 without the SHA instructions).
 """
@@ -29,6 +30,7 @@ ROOT_HEADER = struct.Struct("<qQQ")
 """Round, tokens, parameters."""
 LEAF_CONTEXT = "diloco-node outer state leaf v1"
 LEAVES_CONTEXT = "diloco-node outer state leaves v1"
+AMENDMENTS_CONTEXT = "diloco-node amendments v1"
 ROOT_CONTEXT = "diloco-node outer state root v2"
 
 
@@ -60,21 +62,35 @@ def leaf_hashes(state: OuterState) -> list[bytes]:
 
 
 def root_digest(
-    round: int, tokens: int, parameters: int, leaves: Sequence[bytes], credit_root: bytes = EMPTY.root, moments: int = 1
+    round: int,
+    tokens: int,
+    parameters: int,
+    leaves: Sequence[bytes],
+    credit_root: bytes = EMPTY.root,
+    moments: int = 1,
+    amendments: bytes = b"",
 ) -> str:
     """Return the digest of a state with these leaves, 64 hex characters. Raises ValueError for wrong leaves."""
     if len(leaves) != len(tree_slices(parameters, moments)) or any(len(leaf) != HASH_BYTES for leaf in leaves):
         raise ValueError(f"{len(leaves)} leaves do not make the tree of {parameters} parameters.")
-    return root_digest_of(round, tokens, parameters, leaves_hash(leaves), credit_root)
+    return root_digest_of(round, tokens, parameters, leaves_hash(leaves), credit_root, amendments)
 
 
-def root_digest_of(round: int, tokens: int, parameters: int, leaves: bytes, credit_root: bytes) -> str:
+def root_digest_of(
+    round: int, tokens: int, parameters: int, leaves: bytes, credit_root: bytes, amendments: bytes = b""
+) -> str:
     """As `root_digest`, from the hash of all leaves. Raises ValueError for numbers that do not fit."""
     try:
         header = ROOT_HEADER.pack(round, tokens, parameters)
     except struct.error as exc:
         raise ValueError(f"Round {round} and tokens {tokens} do not fit into 64 bits.") from exc
-    return blake3(header + leaves + credit_root, derive_key_context=ROOT_CONTEXT).hexdigest()
+    parts = header + leaves + credit_root + amendments_hash(amendments)
+    return blake3(parts, derive_key_context=ROOT_CONTEXT).hexdigest()
+
+
+def amendments_hash(amendments: bytes) -> bytes:
+    """The hash of an encoded list of amendments, 32 bytes; empty for no amendment, as in runs that have none."""
+    return blake3(amendments, derive_key_context=AMENDMENTS_CONTEXT).digest() if amendments else b""
 
 
 def leaves_hash(leaves: Sequence[bytes]) -> bytes:
@@ -90,7 +106,7 @@ def state_digest(state: OuterState) -> str:
 def digest_of(state: OuterState, leaves: Sequence[bytes]) -> str:
     """The digest of a state whose leaves are known."""
     parameters, moments = state.anchor.numel(), state.moments
-    return root_digest(state.round, state.tokens, parameters, leaves, state.credit.root, moments)
+    return root_digest(state.round, state.tokens, parameters, leaves, state.credit.root, moments, state.amendments)
 
 
 def _little_endian(values: Tensor) -> memoryview:

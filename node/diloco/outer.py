@@ -69,6 +69,8 @@ class OuterState:
     """Tokens that the whole swarm trained on up to this anchor."""
     credit: CreditTable = EMPTY
     """Who contributed these tokens."""
+    amendments: bytes = b""
+    """The accepted amendments of the run (`config.amendments.encode_list`)."""
 
     def __post_init__(self) -> None:
         for name, x in (("anchor", self.anchor), ("momentum", self.momentum)):
@@ -132,6 +134,16 @@ def outer_step(
 def credited(state: OuterState, tokens: Mapping[str, int]) -> OuterState:
     """The state after an outer step, with the tokens of this round's contributors, by peer id, in the credit."""
     return replace(state, credit=state.credit.after(state.round, tokens))
+
+
+def paused(state: OuterState) -> OuterState:
+    """The state after a round of a paused run, which has no contribution."""
+    return replace(state, round=state.round + 1)
+
+
+def rolled_back(state: OuterState, to: OuterState) -> OuterState:
+    """A state with the parameters and the momentum of an earlier one. Round, tokens and credit stay."""
+    return replace(state, anchor=to.anchor, momentum=to.momentum)
 
 
 def _sgd(optimizer: OuterOptimizer, lr: float, g: Tensor, old: Tensor, m: Tensor, change: Tensor) -> None:

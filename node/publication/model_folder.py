@@ -55,6 +55,8 @@ class ExportRecord(BaseModel):
     """The digest tree's leaves, hex; those of the parameters come first."""
     credit_root: str
     """Root of the tree of credit, hex."""
+    amendments: str = ""
+    """The accepted amendments of the run (`config.amendments.encode_list`)."""
     files: dict[str, str]
     """BLAKE2b of each other file, hex."""
 
@@ -117,6 +119,7 @@ def _record(manifest: Manifest, checkpoint: Checkpoint, credit_root: bytes, fold
         state_digest=checkpoint.state_digest,
         leaves=checkpoint.leaves,
         credit_root=credit_root.hex(),
+        amendments=checkpoint.amendments,
         files={path.name: hash_of(path) for path in sorted(folder.iterdir())},
     )
 
@@ -153,9 +156,8 @@ def _verified(folder: Path, cache: Path) -> tuple[ExportRecord, Manifest, Tensor
         changed = [name for name, known in record.files.items() if hash_of(folder / Path(name).name) != known]
         manifest = read_manifest((folder / MANIFEST_FILE).read_bytes())
         leaves = [bytes.fromhex(leaf) for leaf in record.leaves]
-        root = root_digest(
-            record.round, record.tokens, record.parameters, leaves, bytes.fromhex(record.credit_root), record.moments
-        )
+        rest = bytes.fromhex(record.credit_root), record.moments, record.amendments.encode()
+        root = root_digest(record.round, record.tokens, record.parameters, leaves, *rest)
     except OSError as exc:
         raise UsageError(
             f"{exc.filename} cannot be read ({exc.strerror}): name a folder that `export` has written."
@@ -189,7 +191,8 @@ def _state(folder: Path, record: ExportRecord, anchor: Tensor) -> OuterState:
         tensors = load_file(folder / STATE_FILE)
         credit = decode(tensors["credit"].numpy().tobytes())
         # The file may change or vanish later, and the tensors would then change with it.
-        state = OuterState(anchor, tensors["momentum"].clone(), record.round, record.tokens, credit)
+        momentum, amendments = tensors["momentum"].clone(), record.amendments.encode()
+        state = OuterState(anchor, momentum, record.round, record.tokens, credit, amendments)
     except (OSError, SafetensorError, KeyError, ValueError) as exc:
         raise not_valid(folder, f"{STATE_FILE} is damaged") from exc
     leaves = [leaf.hex() for leaf in leaf_hashes(state)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, Literal
 
+from node.config.amendments import SignedAmendment
 from node.errors import MachineError, PeerError, SwarmError
 from node.host.disk_quota import Room, any_room
 from node.host.ports import IN_USE, LISTEN_PORT_FILE, PortFile, Reservation, choose, moved_notice
@@ -33,9 +34,10 @@ from node.swarm.connectivity.invite_addresses import (
     widest_reach,
 )
 from node.swarm.connectivity.reachability import Reachability, listen_ports
-from node.swarm.consensus.context import Rules
+from node.swarm.consensus.context import KeptStates, Rules, rules_after
 from node.swarm.consensus.participant import Deliver, Participant
 from node.swarm.faults import Faults, damage_blobs
+from node.swarm.governance.amendment_pool import PENDING_FILE
 from node.swarm.identity import load_identity
 from node.swarm.membership.directory import MAX_LISTED_ADDRESSES, Listing, ListingValidator, RunLister
 from node.swarm.membership.discovery import Discovery, SignedRecordValidator
@@ -121,6 +123,8 @@ class MemberSnapshot:
     sent_bytes: Mapping[Channel, int] = field(default_factory=dict)
     received_bytes: Mapping[Channel, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
+    amendments_refused: Mapping[str, int] = field(default_factory=dict)
+    pending_amendments: tuple[SignedAmendment, ...] = ()
     upload_bytes_s: float = 0.0
     """This node's uplink rate: as measured, but at most the volunteer's limit; 0 if unknown."""
     lead_s: float = 0.0
@@ -305,18 +309,35 @@ class SwarmMember:
     def _uplink_is_busy(self) -> bool:
         return self.participant is not None and self.participant.stages.stage in ("reduce", "commit")
 
-    async def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[ResyncCause], None]) -> None:
+    async def take_part(
+        self,
+        rules: Rules,
+        tip: Tip,
+        states: KeptStates,
+        deliver: Deliver,
+        on_lost: Callable[[ResyncCause], None],
+    ) -> None:
         """Take part in the rounds after this tip. `on_lost` is called if this node must download a state to go on."""
 
         def open_on_disk() -> Chain:
-            store = ResultStore(self._cache, len(rules.layouts), room=self.options.room)
+            store = ResultStore(self._cache, len(rules_after(rules, tip).layouts), room=self.options.room)
             return Chain(tip, store, self._oldest_needed_round)
 
         chain = await asyncio.to_thread(open_on_disk)
-        self.participant = Participant(self.wire, self.peer_table, rules, chain, self.options.faults, deliver)
+        file = self._cache / PENDING_FILE
+        more = file, states
+        self.participant = Participant(self.wire, self.peer_table, rules, chain, self.options.faults, deliver, *more)
         self.show_tip(tip)
         self._catch_up = CatchUp(self.participant, on_lost)
         self.run(self.participant.run(), self._catch_up.run())
+        if rules.amended is not None:
+            self.run(self.participant.accept_amendments(), self.participant.pool.run())
+
+    async def submit_amendment(self, signed: SignedAmendment) -> None:
+        """Propose an amendment to the members. Raises SwarmError if no round will accept it."""
+        if self.participant is None:
+            raise SwarmError("this node takes no part in rounds now: let it train, and submit the amendment again")
+        self.participant.pool.add(signed)
 
     async def replay_next(self) -> bool:
         """Replay one stored round that this node committed before a restart. Returns False if there is none."""
@@ -390,6 +411,8 @@ class SwarmMember:
             sent_bytes=dict(self.wire.traffic.sent_bytes),
             received_bytes=dict(self.wire.traffic.received_bytes),
             rejected=dict(self.wire.traffic.rejected),
+            amendments_refused=dict(self.participant.pool.refused) if self.participant else {},
+            pending_amendments=tuple(self.participant.pool.pending) if self.participant else (),
             upload_bytes_s=self.participant.ctx.upload_bytes_s if self.participant else 0.0,
             upload_s=self.participant.sender.upload_s if self.participant else 0.0,
             lead_s=self.participant.sender.lead_s if self.participant else 0.0,

@@ -21,7 +21,7 @@ from node.swarm.faults import Faults
 from node.swarm.member import MemberOptions, MemberSnapshot, SwarmMember, start_member
 from node.swarm.membership.peer_table import MEMBER_PHASES
 from node.swarm.state_sync.catch_up import ResyncCause
-from node.swarm.state_sync.server import StateSource
+from node.swarm.state_sync.server import KeptSource, StateSource
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +122,10 @@ class SwarmThread:
         assert self._member is not None
         return asyncio.run_coroutine_threadsafe(work(self._member), self._loop)
 
-    def take_part(self, rules: Rules, tip: Tip, source: StateSource) -> None:
+    def take_part(self, rules: Rules, tip: Tip, source: KeptSource) -> None:
         async def begin(member: SwarmMember) -> None:
             member.serve_state(source)
-            await member.take_part(rules, tip, self.mailbox.put, lambda cause: self.mailbox.put(Lost(cause)))
+            await member.take_part(rules, tip, source, self.mailbox.put, lambda cause: self.mailbox.put(Lost(cause)))
 
         self.start_call(begin).result(START_S)
 

@@ -15,6 +15,7 @@ from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from node.config.amendments import Amendment, SignedAmendment
 from node.errors import PeerError
 from node.swarm.identity import Identity, verify
 
@@ -83,6 +84,8 @@ class Join(Content):
     """Loss of the anchor at `parent` on the held-out text, nats per token; None if not evaluated."""
     training_loss: float | None = Field(None, ge=0, lt=MOST_LOSS)
     """Mean loss of the member's inner steps since its last contribution, nats per token; None if unknown."""
+    keeps: str = Field("", pattern=r"^([0-9a-f]{16})?$")
+    """The first 16 characters of the digest of a state to which the run is to go back, if the member has that state."""
 
 
 class Deposit(Content):
@@ -107,6 +110,8 @@ class Plan(Content):
     reducers: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
     owners: tuple[int, ...] = Field(max_length=4096)
     """For each chunk, the index of its reducer."""
+    amendment: SignedAmendment | None = None
+    """The next amendment of the run, if the leader knows one. The round's record accepts it."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -179,6 +184,18 @@ class Bounds:
     min_peers: int
     max_tokens: int
     """Limit on the tokens of one contribution. It is needed because members declare their tokens themselves."""
+    later: tuple[tuple[int, Bounds], ...] = ()
+    """Limits that amendments have changed, by the first round to which they apply, in rising order."""
+
+    def at(self, round_: int) -> Bounds:
+        """The limits of one round."""
+        changed = [bounds for from_round, bounds in self.later if from_round <= round_]
+        return changed[-1] if changed else self
+
+    @property
+    def most_chunks(self) -> int:
+        """The most chunks of any round."""
+        return max(*self.chunks, *(bounds.most_chunks for _, bounds in self.later), 0)
 
     def chunks_at(self, round_: int) -> int:
         return self.chunks[round_ % len(self.chunks)]
@@ -276,7 +293,11 @@ def check_deposit(document: Document, hashes: object, bounds: Bounds, parent: st
 
 
 def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str, Join]:
-    """Return the joins of a plan if all are signed and for this round, and the owners are valid. Raises PeerError."""
+    """Return the joins of a plan if all are signed and for this round, and the owners are valid. Raises PeerError.
+
+    `Charter.accept` checks the amendment, for which a state is needed.
+    """
+    bounds = bounds.at(round_)
     if plan.run != bounds.run or plan.parent != parent:
         raise PeerError("a plan is for another round")
     if list(plan.members) != sorted(set(plan.members)):
@@ -294,13 +315,14 @@ def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str
 def check_proof(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, Join]]:
     """Return the outcome of a valid proof, and its joins. Does not check the parent. Raises PeerError. Slow."""
     outcome, joins = check_light(proof, bounds)
-    check_hashes(outcome, split_hashes(proof.hashes), bounds)
+    check_hashes(outcome, split_hashes(proof.hashes), bounds.at(outcome.round))
     return outcome, joins
 
 
 def check_light(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, Join]]:
     """Check a light proof like `check_proof`, but without its chunk hashes."""
     outcome = read(proof.outcome, RoundOutcome)
+    bounds = bounds.at(outcome.round)
     joins = check_outcome(outcome, bounds)
     if len(set(proof.group)) < bounds.min_peers:
         raise PeerError("a proof is of a smaller group than the run allows")
@@ -317,6 +339,7 @@ def voters(proof: Proof) -> set[str]:
 
 def check_outcome(outcome: RoundOutcome, bounds: Bounds) -> dict[str, Join]:
     """Return the joins of an outcome that includes only joined members, at least half of them. Raises PeerError."""
+    bounds = bounds.at(outcome.round)
     joins = check_plan(outcome.plan, bounds, outcome.plan.parent, outcome.round)
     if list(outcome.included) != sorted(set(outcome.included)) or not set(outcome.included) <= set(joins):
         raise PeerError("an outcome includes peers that did not join")
@@ -325,6 +348,12 @@ def check_outcome(outcome: RoundOutcome, bounds: Bounds) -> dict[str, Join]:
     if len(outcome.included) < least_included(outcome.plan):
         raise PeerError("an outcome includes fewer than half of its plan's members")
     return joins
+
+
+def is_kept(amendment: Amendment, joins: Sequence[Join]) -> bool:
+    """Whether more than half of these members have the state of a rollback. Any other amendment needs none."""
+    kept = sum(join.keeps == amendment.state[:16] for join in joins)
+    return not amendment.state or 2 * kept > len(joins)
 
 
 def least_included(plan: Plan) -> int:

@@ -73,6 +73,8 @@ class Checkpoint:
     momentum: Tensor
     credit: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))
     """The encoded `CreditTable`, uint8 [B]."""
+    amendments: str = ""
+    """The accepted amendments of the run, as in `OuterState`."""
     local: Tensor | None = None
     """This node's parameters; None if they equal the anchor."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
@@ -116,6 +118,8 @@ class CheckpointStore:
         """`keep`: number of checkpoints. `room`: reserves space within the disk quota for each save."""
         self._folder, self._keep, self._clock, self._room = folder, keep, clock, room
         self._pinned_at_s: dict[int, float] = {}
+        self.needed: frozenset[int] = frozenset()
+        """Rounds whose checkpoints are kept, if they exist, because the run may go back to them."""
 
     def save(self, checkpoint: Checkpoint, check: Callable[[], None] = lambda: None) -> Path:
         """Write a checkpoint, then remove all but the newest `keep` and the pinned ones. Returns its folder.
@@ -197,6 +201,30 @@ class CheckpointStore:
             return False
         return True
 
+    def digest_at(self, round: int) -> str:
+        """The digest of the state in the checkpoint of a round, without its tensors; empty if there is none."""
+        for path in self._candidates():
+            if _round_of(path) == round:
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    return str(json.loads((path / META).read_bytes())["body"]["state_digest"])
+        return ""
+
+    def at(self, round: int) -> Checkpoint | None:
+        """Read the outer state of the checkpoint of a round; None if there is none, or if it is damaged."""
+        for path in self._candidates():
+            if _round_of(path) == round:
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    return _read(path, with_local=False)
+        return None
+
+    def newest_amendments(self) -> tuple[str, int]:
+        """The amendments and the round of the newest checkpoint, without its tensors; ("", -1) if there is none."""
+        for path in self._candidates():
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                body = json.loads((path / META).read_bytes())["body"]
+                return str(body.get("amendments", "")), int(body["round"])
+        return "", -1
+
     def put_aside(self) -> None:
         """Exclude all checkpoints from the next start, because the other members do not accept their state.
 
@@ -261,7 +289,7 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self) -> None:
-        keep = {*self.rounds()[: self._keep]}
+        keep = {*self.rounds()[: self._keep], *self.needed}
         # Keep the oldest pinned ones, because their readers will finish first.
         keep |= {*[round for round in reversed(self.pinned()) if round not in keep][:MAX_PINNED]}
         self._pinned_at_s = {round: at_s for round, at_s in dict(self._pinned_at_s).items() if round in keep}
@@ -382,7 +410,9 @@ def _read(folder: Path, *, with_local: bool) -> Checkpoint:
         raise ValueError(f"the checksum of {META} is wrong")
     outer = read_tensors(folder / OUTER, body["files"][OUTER])
     local = read_tensors(folder / LOCAL, body["files"][LOCAL]) if with_local else {}
-    values: dict[str, Any] = {name: body[name] for name in _META_FIELDS} | {"leaves": tuple(body["leaves"])}
+    # Checkpoints from before there were amendments have none.
+    values: dict[str, Any] = {name: body[name] for name in _META_FIELDS if name in body or name != "amendments"}
+    values["leaves"] = tuple(body["leaves"])
     return Checkpoint(
         **values,
         anchor=outer["anchor"],

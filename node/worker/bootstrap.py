@@ -28,7 +28,7 @@ from node.training.device import ComputeDevice, choose_device, describe
 from node.training.fit import check_fit
 from node.worker.counters import WorkCounters
 from node.worker.duties import Duties
-from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs
+from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs, needs_inputs
 from node.worker.loop import train
 from node.worker.orders import Orders, Waiter
 from node.worker.publishing import Publishing
@@ -40,7 +40,7 @@ from node.worker.run_entry import RunEntry
 from node.worker.session import Session, invite_of
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker.task_evaluation import TaskEvaluation
-from node.worker.trainer import Trainer
+from node.worker.trainer import Amended, Trainer
 from node.worker_protocol import Ended, Start
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,8 @@ class Worker:
             self._start_loading,
         )
         self._loading: Future[TrainingInputs] | None = None
+        self._loading_for: RunConfig | None = None
+        """The settings for which `_loading` loads."""
         self._trainer: Trainer | None = None
         self._duties: Duties | None = None
         self._unreachable_reason = ""
@@ -105,7 +107,8 @@ class Worker:
             try:
                 if self._start.mode == "train":
                     self._train(session)
-                    return "run_complete", f"The run is complete: {session.manifest.run.total_tokens} tokens."
+                    assert self._trainer is not None
+                    return "run_complete", self._trainer.end_reason
                 self._serve(session)
             except StopAsked:
                 pass
@@ -152,22 +155,36 @@ class Worker:
     def _start_loading(self, run: RunConfig) -> Future[TrainingInputs] | None:
         """Load text and model while the state is read or downloaded, because a downloaded state soon is out of date."""
         if self._device is not None:
+            self._loading_for = run
             self._loading = self._waiter.start(lambda: load_inputs(run, self._config))
         return self._loading
 
     def _train(self, session: Session) -> None:
-        assert session.tip is not None and self._loading is not None
-        run = session.manifest.run
-        self._reporter.enter(Phase.STARTING, "Loading text and model.", "loading")
-        inputs = self._waiter.wait(self._loading)
+        """Train until the run is complete. An amendment of text or batches needs another inner trainer."""
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
-        with (
-            self._inner_trainer(run, inputs, ids) as inner,
-            self._begin_duties(session) as duties,
-            self._link.unsaved(),
-        ):
-            session.swarm.take_part(session.rules, session.tip, session.source)
-            self._train_and_resync(session, inner, duties)
+        rest: Session | None = session
+        is_member = False
+        with self._begin_duties(session) as duties, self._link.unsaved():
+            while rest is not None:
+                assert rest.tip is not None
+                run = rest.terms_after(rest.tip).run
+                with self._inner_trainer(run, self._loaded_inputs(run), ids) as inner:
+                    if not is_member:
+                        rest.swarm.take_part(rest.rules, rest.tip, rest.source)
+                        is_member = True
+                    rest = self._train_and_resync(rest, inner, run, duties)
+
+    def _loaded_inputs(self, run: RunConfig) -> TrainingInputs:
+        """Wait for text and model, which are loaded again if an amendment has changed what they depend on."""
+        self._reporter.enter(Phase.STARTING, "Loading text and model.", "loading")
+        if self._loading is None or self._loading_for is None or needs_inputs(self._loading_for, run):
+            logger.info("Loading text and model for amended settings.")
+            self._check_fit(run)
+            self._start_loading(run)
+        assert self._loading is not None
+        inputs = self._waiter.wait(self._loading)
+        self._loading = None  # Its model belongs to one inner trainer.
+        return inputs
 
     @contextmanager
     def _begin_duties(self, session: Session) -> Iterator[Duties]:
@@ -233,10 +250,19 @@ class Worker:
         logging.shutdown()
         os._exit(error.exit_code)
 
-    def _train_and_resync(self, session: Session, inner: InnerTrainer, duties: Duties) -> None:
-        """Train until the run is complete. If this node loses its chain, continue from the other members' state."""
-        exclusion, is_downloaded = ExclusionNotice(session.manifest.run.sync), True
+    def _train_and_resync(
+        self, session: Session, inner: InnerTrainer, run: RunConfig, duties: Duties
+    ) -> Session | None:
+        """Train until the run is complete. If this node loses its chain, continue from the other members' state.
+
+        Returns None at the end, or the session with which to continue if its state needs other text or batches than
+        those of `run`.
+        """
+        exclusion, is_downloaded = ExclusionNotice(run.sync), True
         while True:
+            assert session.tip is not None
+            if needs_inputs(run, session.terms_after(session.tip).run):
+                return session
             trainer = self._trainer = Trainer(
                 session,
                 inner,
@@ -256,7 +282,9 @@ class Worker:
                 trainer.save(cancels=False)  # The round before the last one may be due to be published as well.
                 self._wait_for_peers(session, trainer.tip)
                 self._wait_for_publication(duties.publishing)
-                return
+                return None
+            except Amended:
+                session = replace(session, tip=trainer.tip, checkpoint=trainer.hand_over())
             except Lost as exc:
                 trainer.abandon()
                 inner.reset_history()
@@ -343,19 +371,10 @@ class Worker:
             self._reporter.enter(Phase.PAUSED, "Training is paused. This node serves the state on its disk.", "paused")
             session.swarm.serve(session.tip, session.source)
         manifest, tip = session.manifest, session.tip
-        position = {
-            "manifest_hash": manifest.hash,
-            "name": manifest.run.name,
-            "total_tokens": manifest.run.total_tokens,
-        }
         if tip is not None:
-            position |= {
-                "round": tip.round,
-                "swarm_tokens": tip.state.tokens,
-                "head": tip.head,
-                "state_digest": tip.digest,
-            }
-        self._reporter.run = self._reporter.run.model_copy(update=position)
+            self._reporter.set_position(manifest, session.terms_after(tip), tip)
+        else:
+            self._reporter.set_run(manifest)
         with self._counters.doing(Activity.IDLE if is_relay else Activity.PAUSED):
             while True:
                 if is_relay:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from node.config.manifest import Manifest
 from node.diloco.credit import decode as decode_credit
-from node.diloco.digest import tree_slices
+from node.diloco.digest import state_digest, tree_slices
 from node.diloco.outer import OuterState
 from node.errors import PeerError, QuotaError
 from node.swarm.chain.chain import Tip
@@ -51,6 +51,7 @@ def outer_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
         anchor=tip.state.anchor,
         momentum=tip.state.momentum,
         credit=_tensor_of(tip.state.credit.encode()),
+        amendments=tip.state.amendments.decode(),
         records=[dataclasses.asdict(link) for link in tip.links],
         extra={"proof": tip.proof.model_dump(mode="json") if tip.proof else None},
     )
@@ -67,16 +68,22 @@ def initial_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
 
 def tip_of_checkpoint(checkpoint: Checkpoint, rules: Rules) -> Tip:
     """Hash a checkpoint's state, and return its tip. Raises PeerError if the proof does not lead to the head."""
-    try:
-        credit = decode_credit(checkpoint.credit.numpy().tobytes())
-    except ValueError as exc:
-        raise PeerError(str(exc)) from exc
-    state = OuterState(checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens, credit)
+    state = _state_of(checkpoint)
     proof = checkpoint.extra.get("proof")
     links = tuple(Link(**{**record, "members": tuple(record["members"])}) for record in checkpoint.records)
     return verified_tip(
         state, checkpoint.head, Proof.model_validate(proof) if proof else None, rules, time.monotonic(), links
     )
+
+
+def _state_of(checkpoint: Checkpoint) -> OuterState:
+    """The outer state of a checkpoint. Raises PeerError if its table of credit is not valid."""
+    try:
+        credit = decode_credit(checkpoint.credit.numpy().tobytes())
+    except ValueError as exc:
+        raise PeerError(str(exc)) from exc
+    parts = checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens, credit
+    return OuterState(*parts, checkpoint.amendments.encode())
 
 
 class CheckpointSource:
@@ -93,7 +100,16 @@ class CheckpointSource:
     def publish(self, tip: Tip) -> None:
         """Serve the checkpoint of this tip, which is on the disk. Removes partial downloads, as none is needed now."""
         state = tip.state
-        new = Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, state.credit.root)
+        new = Snapshot(
+            tip.round,
+            tip.head,
+            state.tokens,
+            tip.digest,
+            tip.leaves,
+            tip.proof,
+            state.credit.root,
+            state.amendments,
+        )
         self._credit = {old.digest: self._credit[old.digest] for old in self._snapshots if old.digest in self._credit}
         self._credit[tip.digest] = state.credit.encode()
         on_disk = set(self._store.rounds())
@@ -112,6 +128,19 @@ class CheckpointSource:
     def oldest_needed_round(self) -> int | None:
         """The oldest checkpointed round from which a joiner, or this node after a crash, may replay."""
         return min((*(snapshot.round for snapshot in self._snapshots[:1]), *self._store.pinned()), default=None)
+
+    def holds(self, round_: int, digest: str) -> bool:
+        return self._store.digest_at(round_) == digest
+
+    def load(self, round_: int, digest: str) -> OuterState | None:
+        checkpoint = self._store.at(round_)
+        if checkpoint is None or checkpoint.state_digest != digest:
+            return None
+        try:
+            state = _state_of(checkpoint)
+        except PeerError:
+            return None
+        return state if state_digest(state) == digest else None
 
     def leaf(self, digest: str, index: int) -> bytes:
         snapshot = self.find(digest, hold=True)

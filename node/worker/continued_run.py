@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from node.config.amendments import schedule_of
 from node.config.loader import set_value, value_of
 from node.config.manifest import ModelConfig, RunConfig
 from node.config.publish_address import parse_publish_address
@@ -18,8 +19,12 @@ START = "run.model.start"
 
 
 def continued_run(publication: Publication, own: RunConfig, origin: FoundFrom) -> RunConfig:
-    """Return the settings, with the publication as `model.start`. Raises ConfigError if they do not fit its state."""
-    before, record = publication.manifest.run, publication.record
+    """Return the settings, with the publication as `model.start`. Raises ConfigError if they do not fit its state.
+
+    They are those of the round after the publication, so they include its amendments.
+    """
+    record = publication.record
+    before = schedule_of(publication.manifest.run, publication.state.amendments).at(record.round + 1).run
     if START in origin.own_keys:
         raise ConfigError(f"{START} names other parameters than --from: set one of them.")
     tree = {"run": before.model_dump()}

@@ -98,6 +98,7 @@ class WorkCounters:
         transport = {
             "forwarded_bytes": totals.forwarded_bytes + view.forwarded_bytes,
             "peers_rejected": _sum(totals.peers_rejected, view.rejected),
+            "amendments_refused": _sum(totals.amendments_refused, view.amendments_refused),
             "network_sent_bytes": _sum(totals.network_sent_bytes, view.sent_bytes),
             "network_received_bytes": _sum(totals.network_received_bytes, view.received_bytes),
         }

@@ -27,6 +27,10 @@ class Evaluation:
         self.loss: float | None = None
         """Loss of the newest anchor; None if this node did not evaluate it."""
 
+    def use(self, cfg: EvaluationConfig) -> None:
+        """Evaluate by these settings from now on. The batches stay as they are."""
+        self._cfg = cfg
+
     def round_over(self, tip: Tip, peer_id: str, before_micro_batch: Callable[[], None]) -> None:
         """Evaluate the tip's anchor if an evaluation is due and this node is drawn.
 

@@ -39,6 +39,16 @@ class TrainingInputs:
     model: nn.Module
 
 
+def needs_inputs(old: RunConfig, new: RunConfig) -> bool:
+    """Whether amended settings need other text or batches than this node has loaded."""
+
+    def loaded(run: RunConfig) -> tuple[object, ...]:
+        data = run.data.model_copy(update={"weights": ()})
+        return data, run.inner.batch_size, run.inner.sequence_length, run.evaluation.batches
+
+    return loaded(old) != loaded(new)
+
+
 def load_inputs(run: RunConfig, config: Config) -> TrainingInputs:
     """Load text and model. Raises MachineError or ConfigError as `open_text` does."""
     library = open_text(run, config.node.text_folder, config.node.hub_cache)
@@ -68,6 +78,10 @@ class InnerTrainer:
         self._text_before_step: dict[str, Any] | None = None
         """The reader's state before a step that has not ended."""
         self._step_s: deque[float] = deque(maxlen=STEP_TIMES)
+
+    def use(self, run: RunConfig) -> None:
+        """Train by these settings from now on. They have the same text, batches and optimizer (`needs_inputs`)."""
+        self._run = run
 
     @property
     def text(self) -> Reader:

@@ -23,7 +23,9 @@ def train(trainer: Trainer) -> None:
             trainer.inner_step()
             trainer.apply_committed_rounds()
             trainer.attend()
-        if trainer.has_contribution_in_flight:
+        if trainer.run_is_paused:
+            trainer.wait_for_amendment()
+        elif trainer.has_contribution_in_flight:
             trainer.wait_for_outer_step()
         else:
             trainer.send_pseudo_gradient()

@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
 
+from node.config.amendments import SignedAmendment
 from node.config.schema import Config
 from node.host.disk_quota import Quota, quota_bytes
 from node.host.logs import set_level
@@ -54,9 +56,24 @@ class Orders:
         if adjust is not None:
             self._apply_settings(Config.model_validate(adjust.config))
         self._inform_swarm()
+        self._submit_amendments()
         stop = self._link.stop
         if stop is not None and (stop.how != "drain" or self._drain_is_complete or self._drain_timed_out()):
             raise StopAsked(stop.how)
+
+    def _submit_amendments(self) -> None:
+        """Hand submitted amendments to the swarm's thread. The reporter tells which are refused."""
+        swarm = self._reporter.swarm
+        while (signed := self._link.take_submitted()) is not None:
+            if swarm is None or not swarm.is_open:
+                self._reporter.amendment_refused(signed, "the node is not in the swarm yet: submit it again later")
+                continue
+            call = swarm.start_call(partial(_submit, signed=signed))
+            call.add_done_callback(partial(self._submitted, signed))
+
+    def _submitted(self, signed: SignedAmendment, call: Future[None]) -> None:
+        if not call.cancelled() and (error := call.exception()) is not None:
+            self._reporter.amendment_refused(signed, str(error))
 
     def round_over(self) -> None:
         """Mark a drain as complete, because the round of this node's contribution is committed."""
@@ -98,6 +115,10 @@ class Orders:
 
         swarm.start_call(adjust)
         self._for_swarm = None
+
+
+async def _submit(member: SwarmMember, *, signed: SignedAmendment) -> None:
+    await member.submit_amendment(signed)
 
 
 class Waiter:

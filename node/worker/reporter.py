@@ -5,19 +5,25 @@ The phase changes only in `Reporter.enter`, which informs the swarm and the supe
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+from node.config.amendments import SignedAmendment, Terms, decode_list
 from node.config.manifest import Manifest
 from node.status import (
+    AmendmentInfo,
     DeviceInfo,
+    GovernanceInfo,
     Notice,
     PeersInfo,
     Phase,
     PhaseState,
     PublicationInfo,
+    RefusedAmendment,
     Report,
     RoundRecord,
     RunInfo,
@@ -32,12 +38,21 @@ from node.swarm.member import MemberSnapshot
 from node.swarm.member_thread import SwarmThread
 from node.worker.counters import WorkCounters
 from node.worker.supervisor_link import SupervisorLink
-from node.worker_protocol import DurationReport, ListenReport, NoticeReport, RoundReport, StatusReport
+from node.worker_protocol import (
+    DurationReport,
+    GovernanceReport,
+    ListenReport,
+    NoticeReport,
+    RoundReport,
+    StatusReport,
+)
 
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
 DEVICE_INTERVAL_S = 5.0
+MOST_REFUSED = 8
+"""Refused submissions that are reported."""
 
 
 class Reporter:
@@ -55,6 +70,9 @@ class Reporter:
         self.training = TrainingInfo()
         self.sync = SyncInfo()
         self.publication = PublicationInfo()
+        self._governance = GovernanceInfo()
+        self._told_governance = GovernanceInfo()
+        self._refused: deque[RefusedAmendment] = deque(maxlen=MOST_REFUSED)
         self._reported_at_s = 0.0
         self._devices: tuple[DeviceInfo, ...] = ()
         self._devices_at_s = 0.0
@@ -114,13 +132,36 @@ class Reporter:
     def set_task_scores(self, scores: tuple[TaskScore, ...]) -> None:
         self.training = self.training.model_copy(update={"task_scores": scores})
 
-    def set_position(self, manifest: Manifest, tip: Tip) -> None:
-        """Report the node's position in the run."""
+    def set_run(self, manifest: Manifest) -> None:
+        """Report the run of a node that has no state."""
+        run = manifest.run
+        self._governance = self._governance.model_copy(
+            update={
+                "run": manifest.hash,
+                "mode": run.governance,
+                "keys": run.governance_keys,
+                "threshold": run.governance_threshold,
+            }
+        )
+        update = {"manifest_hash": manifest.hash, "name": run.name, "total_tokens": run.total_tokens}
+        self.run = self.run.model_copy(update=update)
+
+    def set_position(self, manifest: Manifest, terms: Terms, tip: Tip) -> None:
+        """Report the node's position in the run. `terms` are the settings of the next round."""
+        self.set_run(manifest)
+        accepted = decode_list(tip.state.amendments)
+        self._governance = self._governance.model_copy(
+            update={
+                "round": tip.round,
+                "is_paused": terms.is_paused,
+                "amendments": tuple(_info(one.signed, one.round) for one in accepted),
+            }
+        )
         self.run = self.run.model_copy(
             update={
-                "manifest_hash": manifest.hash,
-                "name": manifest.run.name,
-                "total_tokens": manifest.run.total_tokens,
+                "total_tokens": terms.run.total_tokens,
+                "is_paused": terms.is_paused,
+                "amendments": len(accepted),
                 "round": tip.round,
                 "swarm_tokens": tip.state.tokens,
                 "head": tip.head,
@@ -147,6 +188,11 @@ class Reporter:
     def tell_round(self, record: RoundRecord) -> None:
         self._link.send(RoundReport(record=record))
 
+    def amendment_refused(self, signed: SignedAmendment, reason: str) -> None:
+        """Report that a submitted amendment is refused. Callable from any thread."""
+        logger.warning("A submitted amendment is refused: %s", reason)
+        self._refused.append(RefusedAmendment(digest=_digest(signed), reason=reason))
+
     # reports
 
     @property
@@ -168,9 +214,21 @@ class Reporter:
         if now_s - self._devices_at_s >= DEVICE_INTERVAL_S:
             self._devices, self._devices_at_s = self._describe_devices(), now_s
         self._link.send(StatusReport(report=self._report(), last_round=self._counters.last_round))
+        self._tell_governance()
         durations = self._counters.take_durations()
         if durations:
             self._link.send(DurationReport(seconds=durations))
+
+    def _tell_governance(self) -> None:
+        """Send the amendments if they have changed."""
+        known = {one.number for one in self._governance.amendments}
+        pending = [_info(one) for one in self.view.pending_amendments]
+        amendments = (*self._governance.amendments, *(one for one in pending if one.number not in known))
+        update = {"amendments": amendments, "refused": tuple(self._refused)}
+        governance = self._governance.model_copy(update=update)
+        if governance != self._told_governance:
+            self._told_governance = governance
+            self._link.send(GovernanceReport(governance=governance))
 
     @property
     def view(self) -> MemberSnapshot:
@@ -203,3 +261,19 @@ class Reporter:
             publication=self.publication,
             counters=counters,
         )
+
+
+def _digest(signed: SignedAmendment) -> str:
+    return hashlib.sha256(signed.text.encode()).hexdigest()
+
+
+def _info(signed: SignedAmendment, accepted_round: int | None = None) -> AmendmentInfo:
+    amendment = signed.amendment
+    return AmendmentInfo(
+        digest=_digest(signed),
+        number=amendment.number,
+        from_round=amendment.from_round,
+        change=amendment.describe(),
+        signers=tuple(sorted(signed.signatures)),
+        accepted_round=accepted_round,
+    )

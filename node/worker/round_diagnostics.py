@@ -21,14 +21,14 @@ def expected_utilization(session: Session, tip: Tip, step_s: float | None, recor
 
     It is None until uplink and step time are measured. The history shows it next to the measured utilization.
     """
-    run, members = session.manifest.run, sum(member.included for member in record.members)
+    run, members = session.terms_after(tip).run, sum(member.included for member in record.members)
     upload_bytes_s = session.swarm.view.upload_bytes_s
     if step_s is None or record.outcome is Outcome.SKIPPED or not members or (members > 1 and not upload_bytes_s):
         return None
     inner_s = tip.inner_steps * step_s
     if run.round.policy == "time" and tip.round_s is not None:
         inner_s = tip.round_s
-    rules = session.rules
+    rules = session.rules.at(tip.state.amendments, tip.round)
     payloads = [at(tip.round).encoded_bytes() for at in (rules.layout_at, rules.result_layout_at)]
     size_bytes = round_bytes(sum(payloads) / 2, members)
     transfer_s = transfer_seconds(size_bytes, upload_bytes_s * 8e-6) if members > 1 else 0.0

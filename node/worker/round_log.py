@@ -11,7 +11,7 @@ from node.config.manifest import RunConfig
 from node.diloco.aggregate import contribution_cosine
 from node.errors import RoundFailed
 from node.status import Channel, Member, Outcome, RoundRecord, Seconds, Stage, utc_now
-from node.swarm.chain.chain import Tip
+from node.swarm.chain.chain import Tip, schedule_tokens
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import Join, parse
 from node.swarm.state_sync.catch_up import ResyncCause
@@ -39,14 +39,17 @@ class RoundLog:
 
         `blocked_s` is the time for which training was blocked. `step_s` is this node's step time, for the forecast.
         """
-        view, counters, run = self._session.swarm.view, self._counters, self._session.manifest.run
+        view, counters, run = self._session.swarm.view, self._counters, self._session.terms_after(done.tip).run
+        is_paused = self._session.rules.at(done.tip.state.amendments, done.outcome.round).is_paused
         names = {row.peer_id: row.name for row in view.rows}
         if done.is_replayed:
             record = make_record(done, run, view.peer_id, names, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+            record = without_contributions(record) if is_paused else record
             self._log_replayed(done, record)
             return record
         moved = self._bytes_since_last_round(_own_bytes(view.sent_bytes), _own_bytes(view.received_bytes))
         record = make_record(done, run, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
+        record = without_contributions(record) if is_paused else record
         for stage, (total_s, stage_blocked_s) in split_by_stage(
             done.stage_s, blocked_s=blocked_s, apply_s=apply_s
         ).items():
@@ -161,7 +164,7 @@ def make_record(
         head=done.tip.head,
         state_digest=done.tip.digest,
         swarm_tokens=done.tip.state.tokens,
-        learning_rate=inner_learning_rate(run, done.tip.state.tokens),
+        learning_rate=inner_learning_rate(run, schedule_tokens(done.tip.state)),
         reason=reason,
         **_shared_values(done, joins),
     )
@@ -187,6 +190,14 @@ def _shared_values(done: Committed, joins: Sequence[Join]) -> dict[str, float | 
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+def without_contributions(record: RoundRecord) -> RoundRecord:
+    """The record of a round of a paused run, in which nobody has contributed."""
+    members = tuple(member.model_copy(update={"weight": 0}) for member in record.members)
+    reason = "The run is paused. This round has only accepted amendments."
+    none = dict.fromkeys(("evaluation_loss", "training_loss", "mean_norm", "contribution_cosine"))
+    return record.model_copy(update={"members": members, "reason": reason, **none})
 
 
 def make_dropped_record(cause: ResyncCause) -> RoundRecord:

@@ -12,9 +12,11 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from node import __version__
+from node.config.amendments import AmendmentError
 from node.config.manifest import ANY_RUN, Invite, Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
@@ -28,6 +30,7 @@ from node.status import Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.context import Rules
 from node.swarm.faults import faults_from
+from node.swarm.governance.charter import Charter
 from node.swarm.identity import load_identity
 from node.swarm.member import MemberOptions, SwarmMember
 from node.swarm.member_thread import SwarmThread
@@ -89,7 +92,7 @@ class RunEntry:
         start, is_relay = self._start, self._start.mode == "relay"
         manifest = self._read_manifest()
         if manifest is not None:
-            self._begin_training(manifest.run)
+            self._begin_training(self._amended(manifest))
         elif self._wants_any:
             self._invite = self._choose_run()
         elif self._invite is None:
@@ -204,9 +207,17 @@ class RunEntry:
         self._check_fit(run)
         return self._start_loading(run)
 
+    def _amended(self, manifest: Manifest) -> RunConfig:
+        """The settings of the round after the newest checkpoint. Text and model are loaded for them in advance."""
+        amendments, round_ = self._store.newest_amendments()
+        try:
+            return Charter(manifest.hash, manifest.run).terms_at(amendments.encode(), round_ + 1).run
+        except AmendmentError:  # The checkpoint is damaged.
+            return manifest.run
+
     def _found(self, run: RunConfig) -> Manifest:
         """Found a run: make or load the initial parameters, and write them to the disk before any peer sees the run."""
-        run = self._waiter.run(lambda: pinned(run))
+        run = self._waiter.run(lambda: pinned(self._governed(run)))
         if run.model.start:
             shape, parameters = self._waiter.run(lambda: load_pretrained(run.model, self._config.node.hub_cache))
             run = RunConfig.model_validate(run.model_copy(update={"model": shape}).model_dump())
@@ -228,11 +239,18 @@ class RunEntry:
         self._reporter.enter(Phase.STARTING, f"Reading the publication at {address}.", "founding")
         publication = self._waiter.run(read)
         shutil.rmtree(downloads, ignore_errors=True)
-        run = self._waiter.run(lambda: pinned(continued_run(publication, config.run, origin)))
+        run = self._waiter.run(lambda: pinned(self._governed(continued_run(publication, config.run, origin))))
         self._check_fit(run)
         logger.info("The run continues round %d of %s.", publication.record.round, address)
         # The text of a member follows from the run id, its peer id and the round, so it goes on as well.
-        return self._found_at(run, publication.state, publication.manifest.run_id)
+        state = replace(publication.state, amendments=b"")  # The settings include them now.
+        return self._found_at(run, state, publication.manifest.run_id)
+
+    def _governed(self, run: RunConfig) -> RunConfig:
+        """The settings with this node's key, if the founder may amend the run."""
+        if run.governance != "founder":
+            return run
+        return run.model_copy(update={"governance_keys": (load_identity(self._folder / "identity.key").peer_id,)})
 
     def _found_at(self, run: RunConfig, state: OuterState, run_id: str) -> Manifest:
         """Found a run whose first round follows this state."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from node.config.manifest import Invite, Manifest
+from node.config.amendments import Terms
+from node.config.manifest import Invite, Manifest, RunConfig
 from node.diloco.codec import make_codec
 from node.diloco.fragments import strided
 from node.swarm.allreduce.reducer import chunk_layouts
 from node.swarm.chain.chain import OuterRule, Tip
-from node.swarm.consensus.context import Rules
+from node.swarm.consensus.context import AmendedRules, Rules
 from node.swarm.consensus.group_closing import ClosingRule
+from node.swarm.governance.charter import Charter
 from node.swarm.member_thread import SwarmThread
 from node.training.algorithm import feedback_of, optimizer_of
 from node.training.checkpoint import Checkpoint, CheckpointStore
@@ -35,9 +38,21 @@ class Session:
     folder: Path
     """The data folder."""
 
+    def terms_after(self, tip: Tip) -> Terms:
+        """The settings of the round after a tip: the manifest's, as amendments have changed them."""
+        assert self.rules.amended is not None
+        return self.rules.amended.charter.terms_at(tip.state.amendments, tip.round + 1)
+
 
 def rules_of(manifest: Manifest) -> Rules:
-    run, fragments = manifest.run, manifest.run.sync.fragment_count
+    """The rules of a manifest, and how amendments change them."""
+    charter = Charter(manifest.hash, manifest.run)
+    make = partial(_rules_of, manifest)
+    return replace(make(manifest.run), amended=AmendedRules(charter, make))
+
+
+def _rules_of(manifest: Manifest, run: RunConfig) -> Rules:
+    fragments = run.sync.fragment_count
     units = unit_elements(run.model) if fragments > 1 else [manifest.parameters]
     min_steps = run.round.inner_steps
     max_steps = run.round.most_inner_steps or 4 * min_steps

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
+from node.config.amendments import SignedAmendment
 from node.status import rfc3339
 from node.worker_protocol import (
     Adjust,
@@ -21,6 +22,7 @@ from node.worker_protocol import (
     LogReport,
     Start,
     Stop,
+    Submit,
     SupervisorMessage,
     Unsaved,
     WorkerMessage,
@@ -29,6 +31,8 @@ from node.worker_protocol import (
 )
 
 BEAT_S = 1.0
+MOST_SUBMITTED = 64
+"""Limit on the submitted amendments that wait for the main thread."""
 
 
 class StopAsked(Exception):
@@ -46,6 +50,7 @@ class SupervisorLink:
         self.stop: Stop | None = None
         """The newest order to stop; None before the first one."""
         self._adjusts: deque[Adjust] = deque(maxlen=1)
+        self._submitted: deque[SignedAmendment] = deque(maxlen=MOST_SUBMITTED)
 
     def wait_start(self, timeout_s: float) -> Start:
         """Wait for the order to start. Raises TimeoutError if it does not come first and in time."""
@@ -67,12 +72,21 @@ class SupervisorLink:
                 self.stop = message
             elif isinstance(message, Adjust):
                 self._adjusts.append(message)
+            elif isinstance(message, Submit):
+                self._submitted.append(message.amendment)
         self.stop = self.stop or Stop(how="leave")
 
     def take_adjust(self) -> Adjust | None:
         """The newest settings if they changed since the last call."""
         try:
             return self._adjusts.popleft()
+        except IndexError:
+            return None
+
+    def take_submitted(self) -> SignedAmendment | None:
+        """The next amendment that the owner has submitted; None if there is none."""
+        try:
+            return self._submitted.popleft()
         except IndexError:
             return None
 

@@ -13,18 +13,22 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
+from node.config.amendments import decode_list
+from node.config.manifest import RunConfig, SyncConfig
 from node.config.schema import CheckpointConfig
 from node.diloco.fragments import Ranges
 from node.diloco.schedule import is_time_up, progress, swarm_tokens_at
 from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Phase
-from node.swarm.chain.chain import Tip
+from node.swarm.chain.chain import Tip, schedule_tokens
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
-from node.swarm.messages import MOST_LOSS
+from node.swarm.consensus.context import Rules, rules_after
+from node.swarm.messages import MOST_LOSS, RoundOutcome
 from node.training.algorithm import inner_learning_rate
 from node.training.checkpoint import Checkpoint
 from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_checkpoint
@@ -32,9 +36,9 @@ from node.worker.contribution import ContributionTracker, FragmentUpdate
 from node.worker.counters import WorkCounters
 from node.worker.credit_file import CreditFile
 from node.worker.duties import Duties
-from node.worker.encoder import Encoder, is_encodable
+from node.worker.encoder import RESIDUAL, Encoder, is_encodable
 from node.worker.evaluation import Evaluation
-from node.worker.inner_trainer import InnerTrainer
+from node.worker.inner_trainer import InnerTrainer, needs_inputs
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import RoundLog
@@ -44,6 +48,7 @@ from node.worker.step_faults import StepFaults
 
 logger = logging.getLogger(__name__)
 
+POLL_PAUSED_S = 0.5
 MAX_RESETS = 3
 """How many times in a row a node resets diverged parameters to the anchor before it gives up."""
 BELOW_QUORUM_RATIO = 2.0
@@ -68,6 +73,10 @@ class Progress:
         return mean if mean < MOST_LOSS else None
 
 
+class Amended(Exception):
+    """An amendment changes how the trainer works, so another trainer continues from this one's checkpoint."""
+
+
 class Trainer:
     def __init__(
         self,
@@ -87,7 +96,10 @@ class Trainer:
         `on_contribution_over` is called when the round of a contribution is committed, even if the round excludes it.
         """
         assert session.tip is not None
-        self._session, self._run, self._inner = session, session.manifest.run, inner
+        self._session, self._terms, self._inner = session, session.terms_after(session.tip), inner
+        self._made_for = self._run
+        """The settings at this trainer's start."""
+        inner.use(self._run)
         self._reporter, self._counters = reporter, counters
         self._check, self._on_contribution_over = check, on_contribution_over
         self._duties = duties
@@ -99,9 +111,12 @@ class Trainer:
         self._resets = 0
         self._last_step: tuple[float, float] | None = None
         """(loss, learning rate) of the newest inner step."""
-        fragments, saved = self._run.sync.fragment_count, session.checkpoint
+        fragments, saved = self._run.sync.fragment_count, None
+        if session.checkpoint is not None:
+            saved, discarded = _fitting(session.checkpoint, self._run)
+            self._counters.totals.tokens_discarded += discarded
         self._contributions = ContributionTracker(fragments, saved.extra.get("owed", ()) if saved else ())
-        self._encoder = Encoder(session.rules.layouts, self._run.sync, saved.optimizer if saved else {})
+        self._encoder = Encoder(self._rules.layouts, self._run.sync, saved.optimizer if saved else {})
         self._evaluation = Evaluation(self._run.evaluation, inner)
         self._sampler = TextSampler(self._run.sample, inner, session.folder)
         reporter.set_samples(self._sampler.newest)
@@ -110,22 +125,33 @@ class Trainer:
         self._schedule = CheckpointSchedule(self.tip.round, cfg.every_s, fragments)
         self._credit_file = CreditFile(session.folder, session.manifest)
         self._faults = StepFaults(session.swarm.faults, lambda: session.swarm.view.peer_id, lambda: self.tip)
-        if saved is None:
-            inner.start(self.tip.state.anchor)
-            self._start_text()
-        else:
-            self._resume(saved)
+        self._begin(saved)
         self._resumed_at = self._position if saved is not None else None
         """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
         self._report_position()
 
-    def _resume(self, saved: Checkpoint) -> None:
-        self._inner.resume(saved)
-        if not saved.text:  # The checkpoint of a founder, whose first round is not 0 if the run continues another.
-            self._inner.text.start_round(self.tip.round + 1)
-        self._inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
-        self._progress = Progress(saved.inner_step)
-        self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
+    def _begin(self, saved: Checkpoint | None) -> None:
+        """Load the parameters and open the text."""
+        if saved is None:
+            self._inner.start(self.tip.state.anchor)
+            self._start_text()
+        else:
+            self._inner.resume(saved)
+            if not saved.text:  # The checkpoint of a founder, whose first round is not 0 if the run continues another.
+                self._inner.text.start_round(self.tip.round + 1)
+            self._inner.text.use_weights(self._run.weights_at(self._tokens))
+            self._progress = Progress(saved.inner_step)
+            self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
+
+    @property
+    def _run(self) -> RunConfig:
+        """The settings of the round after the tip."""
+        return self._terms.run
+
+    @property
+    def _rules(self) -> Rules:
+        """The rules of the round after the tip."""
+        return rules_after(self._session.rules, self.tip)
 
     @property
     def _position(self) -> tuple[str, int]:
@@ -143,12 +169,29 @@ class Trainer:
 
     @property
     def run_is_complete(self) -> bool:
-        return self.tip.state.tokens >= self._run.total_tokens
+        return self._terms.is_stopped or self._tokens >= self._run.total_tokens
+
+    @property
+    def _tokens(self) -> int:
+        """The tokens that the schedules follow."""
+        return schedule_tokens(self.tip.state)
+
+    @property
+    def end_reason(self) -> str:
+        """Why the run is complete."""
+        if self._terms.is_stopped:
+            return f"The run was stopped by an amendment, after {self.tip.state.tokens} tokens."
+        return f"The run is complete: {self._run.total_tokens} tokens."
+
+    @property
+    def run_is_paused(self) -> bool:
+        """Whether an amendment has paused the run, so that nobody trains."""
+        return self._terms.is_paused and not self.run_is_complete
 
     def _start_text(self) -> None:
         """Read the text of the round after the tip."""
         self._inner.text.start_round(self.tip.round + 1)
-        self._inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
+        self._inner.text.use_weights(self._run.weights_at(self._tokens))
 
     # the inner phase of a round
 
@@ -160,9 +203,13 @@ class Trainer:
     def must_synchronize(self) -> bool:
         """Whether a contribution is due, or the one in flight must be committed before further inner steps.
 
+        In a paused run no inner step is allowed.
+
         While a contribution is in flight, blocking rounds allow no inner step, and overlapped rounds allow as many as a
         round has. The first round is always blocking, as its length is unknown.
         """
+        if self._terms.is_paused:
+            return True
         if self.has_contribution_in_flight:
             return self._run.sync.mode == "blocking" or self.tip.round_s is None or self._done_ratio >= 1.0
         return self._is_phase_over() and self._contributions.pending_tokens(self._next_fragment) > 0
@@ -179,7 +226,7 @@ class Trainer:
                 self._elapsed_s,
                 round_s=round_s * (BELOW_QUORUM_RATIO if is_below_quorum else 1.0),
                 step_s=self._inner.step_s or 0.0,
-                grace_s=self._session.rules.closing.grace_s(round_s),
+                grace_s=self._rules.closing.grace_s(round_s),
                 lead_s=self._upload_lead_s,
             )
         return self._done_ratio >= 1.0 or self._first_round_is_due()
@@ -198,7 +245,7 @@ class Trainer:
 
     @property
     def _next_ranges(self) -> Ranges:
-        return self._session.rules.layout_at(self.tip.round + 1).ranges
+        return self._rules.layout_at(self.tip.round + 1).ranges
 
     @property
     def _done_ratio(self) -> float:
@@ -257,7 +304,7 @@ class Trainer:
         run = self._run
         first_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * self.tip.inner_steps
         round_tokens = self.tip.last_round_tokens or first_round_tokens
-        anchor_tokens = self.tip.state.tokens + (round_tokens if self.has_contribution_in_flight else 0)
+        anchor_tokens = self._tokens + (round_tokens if self.has_contribution_in_flight else 0)
         return inner_learning_rate(run, swarm_tokens_at(anchor_tokens, self._done_ratio, round_tokens))
 
     def _after_micro_batch(self) -> None:
@@ -335,6 +382,16 @@ class Trainer:
                 self._report_and_check()
         self._is_settling = True
 
+    def wait_for_amendment(self) -> None:
+        """Wait until an amendment resumes or stops the run. The swarm's thread takes part in the rounds meanwhile."""
+        reason = "An amendment has paused the run. Training goes on when another one resumes it."
+        with self._counters.doing(Activity.PAUSED):
+            while self.run_is_paused:
+                self._reporter.enter(Phase.SYNCING, reason, "run_paused")
+                self._process_mail(POLL_PAUSED_S)
+                self.attend()
+        self._is_settling = False
+
     def apply_committed_rounds(self) -> None:
         """Apply all rounds that the swarm has committed so far."""
         while not self._has_caught_up:
@@ -368,6 +425,9 @@ class Trainer:
         old, self.tip = self.tip, committed.tip
         if not committed.is_replayed:
             self._credit_file.round_over(old, self.tip)
+        if self._terms.is_paused:
+            self._apply_paused(committed)
+            return
         is_newest = self._has_caught_up
         update = self._contributions.round_over(fragment, committed.included, self._progress.steps, is_newest=is_newest)
         contributed = update.contribution is not None
@@ -390,7 +450,7 @@ class Trainer:
             self._sampler.round_over(self.tip, self._report_and_check)
             self._reporter.set_samples(self._sampler.newest)
         self._start_text()
-        if (phase := self._run.phase_at(self.tip.state.tokens)) != self._run.phase_at(old.state.tokens):
+        if (phase := self._run.phase_at(self._tokens)) != self._run.phase_at(schedule_tokens(old.state)):
             logger.info("Phase %d of the run begins.", phase)
         record = self._round_log.round_over(
             committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s
@@ -402,6 +462,40 @@ class Trainer:
             self._schedule.round_over(self.tip.round, is_needed=self._duties.needs_checkpoint(self.tip))
         if contributed:
             self._on_contribution_over()
+        self._follow_amendments(committed.outcome)
+
+    def _apply_paused(self, committed: Committed) -> None:
+        """Record a round of a paused run, which has no contribution and changes no parameter."""
+        self._round_log.round_over(replace(committed, mean_norm=None), blocked_s=0.0, apply_s=0.0, step_s=None)
+        if self._has_caught_up:
+            self._schedule.round_over(self.tip.round)
+        self._follow_amendments(committed.outcome)
+
+    def _follow_amendments(self, outcome: RoundOutcome) -> None:
+        """Use the settings of the round after the tip, and log what this round has accepted.
+
+        Raises Amended if they need another trainer. The parameters have no contribution in flight then.
+        """
+        if outcome.plan.amendment is not None:
+            amendment = outcome.plan.amendment.amendment
+            logger.info(
+                "Round %d has accepted amendment %d by %s: %s, from round %d.",
+                outcome.round, amendment.number, ", ".join(outcome.plan.amendment.signatures), amendment.describe(),
+                amendment.from_round,
+            )  # fmt: skip
+        before, self._terms = self._terms, self._session.terms_after(self.tip)
+        if self._session.rules.is_rolled_back(self.tip):
+            logger.warning("An amendment has taken the run back to an earlier state. Training goes on from there.")
+            raise Amended
+        if before == self._terms:
+            return
+        logger.info("The settings of round %d are amended.", self.tip.round + 1)
+        self._report_position()
+        if needs_inputs(before.run, self._run) or before.run.sync != self._run.sync:
+            raise Amended
+        self._inner.use(self._run)
+        self._evaluation.use(self._run.evaluation)
+        self._start_text()
 
     def _update_parameters(self, update: FragmentUpdate, ranges: Ranges, old: Tip) -> None:
         """Merge the fragment's local parameters with the new anchor. All other parameters stay as they are."""
@@ -449,23 +543,57 @@ class Trainer:
             while not self._checkpointer.wait(POLL_S):
                 self._reporter.tell()
 
+    def _needed_rounds(self) -> frozenset[int]:
+        """The rounds to which the run may go back soon."""
+        known = [one.signed for one in decode_list(self.tip.state.amendments)]
+        known += self._session.swarm.view.pending_amendments
+        amendments = [signed.amendment for signed in known]
+        return frozenset(
+            one.to_round for one in amendments if one.to_round is not None and one.from_round > self.tip.round
+        )
+
     def _begin_checkpoint(self) -> None:
         """Start to write a checkpoint. Training continues meanwhile, and `attend` raises the errors of the write."""
         with self._counters.doing(Activity.CHECKPOINT):
-            counters = self._counters.save(self._counters.counters(self._session.swarm.view))
-            sent_steps, pending = self._contributions.for_checkpoint(self._next_fragment)
-            evaluation_loss = self._reporter.training.evaluation_loss
-            outer = outer_checkpoint(self._session.manifest, self.tip)
-            checkpoint = replace(
-                outer,
-                local=self._inner.replica.parameters,
-                optimizer=self._inner.replica.optimizer_state() | self._encoder.tensors(),
-                inner_step=sent_steps + self._progress.steps,
-                text=self._inner.text_state,
-                extra=outer.extra | {"ledger": counters, "owed": pending, "evaluation_loss": evaluation_loss},
-            )
-            self._checkpointer.begin(checkpoint, self.tip)
+            self._session.store.needed = self._needed_rounds()
+            self._checkpointer.begin(self._checkpoint(), self.tip)
         self._schedule.taken(self.tip.round)
+
+    def _checkpoint(self) -> Checkpoint:
+        counters = self._counters.save(self._counters.counters(self._session.swarm.view))
+        sent_steps, pending = self._contributions.for_checkpoint(self._next_fragment)
+        evaluation_loss = self._reporter.training.evaluation_loss
+        outer = outer_checkpoint(self._session.manifest, self.tip)
+        return replace(
+            outer,
+            local=self._inner.replica.parameters,
+            optimizer=self._inner.replica.optimizer_state() | self._encoder.tensors(),
+            inner_step=sent_steps + self._progress.steps,
+            text=self._inner.text_state,
+            extra=outer.extra
+            | {
+                "ledger": counters,
+                "owed": pending,
+                "evaluation_loss": evaluation_loss,
+                "made_for": _inputs_of(self._made_for),
+            },
+        )
+
+    def hand_over(self) -> Checkpoint:
+        """End this trainer after Amended. Returns the checkpoint from which a trainer with the new settings goes on.
+
+        After a rollback it has the anchor's parameters and no other work of this node.
+        """
+        self._encoder.wait()
+        if self._session.rules.is_rolled_back(self.tip):
+            self._count_discarded(self._contributions.discard_pending())
+            self._inner.reset_to(self.tip.state.anchor)
+            self._inner.reset_history()
+            self._progress = Progress()
+            for fragment in range(self._made_for.sync.fragment_count):
+                self._encoder.forget(fragment)
+        self.save()
+        return self._checkpoint()
 
     def abandon(self) -> None:
         """Wait for background work, and discard this node's work, because its chain has lost."""
@@ -499,6 +627,37 @@ class Trainer:
 
     def _report_position(self) -> None:
         """Report the node's position in the run."""
-        self._reporter.set_position(self._session.manifest, self.tip)
+        self._reporter.set_position(self._session.manifest, self._terms, self.tip)
         self._reporter.set_inner_steps(self._progress.steps, self.tip.inner_steps)
         self._report_time_left()
+
+
+def _inputs_of(run: RunConfig) -> dict[str, Any]:
+    """The settings that decide which parts of a checkpoint a trainer can use."""
+    return {"sync": run.sync.model_dump(mode="json"), "sources": list(run.data.sources)}
+
+
+def _fitting(saved: Checkpoint, run: RunConfig) -> tuple[Checkpoint, int]:
+    """Return the part of a checkpoint that a trainer with these settings can use, and the tokens that it drops.
+
+    After another text, the position in it does not count. After another way to exchange contributions, the residuals do
+    not, and after other fragments, the node starts from the anchor.
+    """
+    made_for, now = saved.extra.get("made_for"), _inputs_of(run)
+    if made_for is None or made_for == now:
+        return saved, 0
+    if made_for["sources"] != now["sources"]:
+        saved = replace(saved, text={})
+    if made_for["sync"] == now["sync"]:
+        return saved, 0
+    kept = {name: tensor for name, tensor in saved.optimizer.items() if not name.startswith(RESIDUAL)}
+    saved = replace(saved, optimizer=kept)
+    if _fragments(made_for["sync"]) == _fragments(now["sync"]):
+        return saved, 0
+    owed = sum(tokens for tokens, _ in saved.extra.get("owed", ()))
+    saved = replace(saved, local=None, inner_step=0, extra={**saved.extra, "owed": ()})
+    return saved, owed // _fragments(made_for["sync"])
+
+
+def _fragments(sync: dict[str, Any]) -> int:
+    return SyncConfig.model_validate(sync).fragment_count

@@ -19,6 +19,7 @@ from node.api.auth import Keys
 from node.api.metrics import Build, Metrics
 from node.api.node_interface import ActionName, Configured, NotAllowed, PauseOrder, Space, View
 from node.api.routes import ApiContext
+from node.config.amendments import SignedAmendment
 from node.config.overrides import CHANGEABLE, apply_overrides, read_patch
 from node.config.schema import Config
 from node.daemon.history import Clocks, HistoryStore
@@ -39,6 +40,7 @@ class FakeNode:
     alive: bool = True
     refuses: bool = False
     acted: list[tuple[ActionName, PauseOrder]] = field(default_factory=list)
+    submitted: list[SignedAmendment] = field(default_factory=list)
     config: Config = field(default_factory=lambda: Config.model_validate({"api": {"allowed_hosts": ["node.example"]}}))
     keys: Keys = field(default_factory=lambda: Keys(TOKEN, time.monotonic))
     metrics: Metrics = field(init=False)
@@ -67,6 +69,11 @@ class FakeNode:
             raise NotAllowed("The node is leaving.")
         self.acted.append((action, order))
         return Phase.PAUSED
+
+    def submit(self, amendment: SignedAmendment) -> None:
+        if self.refuses:
+            raise NotAllowed("The node is paused.")
+        self.submitted.append(amendment)
 
 
 @dataclass(frozen=True)

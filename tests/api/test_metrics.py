@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from node.api.metrics import Build, Metrics
 from node.api.node_interface import PROCESS_KINDS, ProcessUsage, Space
 from node.status import (
+    AMENDMENT_REFUSALS,
     FAILURE_REASONS,
     PUBLISH_RESULTS,
     REACHABILITIES,
@@ -64,6 +65,7 @@ PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "peer_rejected_total": ("counter", {"reason": REJECT_REASONS}),
     "publications_total": ("counter", {"result": PUBLISH_RESULTS}),
     "published_round": ("gauge", {}),
+    "amendments_refused_total": ("counter", {"reason": AMENDMENT_REFUSALS}),
     "reachability": ("gauge", {"status": REACHABILITIES}),
     "network_sent_bytes_total": ("counter", {"channel": tuple(Channel)}),
     "network_received_bytes_total": ("counter", {"channel": tuple(Channel)}),

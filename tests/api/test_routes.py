@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 from typing import Any
@@ -12,7 +13,19 @@ import pytest
 from node.api.node_interface import SERIES
 from node.api.redaction import hide_secrets
 from node.api.routes import stream_events
-from node.status import Member, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, Status
+from node.status import (
+    AmendmentInfo,
+    GovernanceInfo,
+    Member,
+    Outcome,
+    PeerRow,
+    Phase,
+    PhaseState,
+    Report,
+    RoundRecord,
+    RunInfo,
+    Status,
+)
 from tests.api.conftest import ClientMaker, FakeNode
 
 
@@ -270,3 +283,20 @@ def test_event_stream_starts_with_the_status_is_paced_and_ends_with_the_node(fak
             await anext(events)
 
     asyncio.run(main())
+
+
+def test_amendments_are_listed_and_submitted(client: ClientMaker, fake_node: FakeNode) -> None:
+    one = AmendmentInfo(digest="ab" * 32, number=1, from_round=9, change="pause", signers=("ada",), accepted_round=5)
+    fake_node.board.set_governance(GovernanceInfo(run="cd" * 32, mode="founder", keys=("ada",), amendments=(one,)))
+    found = client().get("/api/v1/amendments").json()
+    assert (found["mode"], found["amendments"][0]["change"]) == ("founder", "pause")
+    body = {"text": "{}", "signatures": {"ada": "00"}}
+    answer = client().post("/api/v1/amendments", json=body)
+    assert (answer.status_code, answer.json()) == (202, {"digest": hashlib.sha256(b"{}").hexdigest()})
+    assert [signed.model_dump() for signed in fake_node.submitted] == [body]
+    for bad in ({}, {"text": "", "signatures": {}}, {"text": "x" * 9000, "signatures": {}}, {"text": "x"}):
+        assert client().post("/api/v1/amendments", json=bad).status_code == 422
+    assert client(token=None).post("/api/v1/amendments", json=body).status_code == 403
+    fake_node.refuses = True
+    assert client().post("/api/v1/amendments", json=body).status_code == 409
+    assert len(fake_node.submitted) == 1

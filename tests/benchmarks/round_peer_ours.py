@@ -21,7 +21,7 @@ from node.swarm.allreduce.reducer import chunk_layouts
 from node.swarm.chain.chain import OuterRule
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
-from node.swarm.consensus.context import Rules
+from node.swarm.consensus.context import NoStates, Rules
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.member import MemberOptions, SwarmMember
 from node.swarm.member_thread import SwarmThread
@@ -35,7 +35,7 @@ ROUND_S = 120.0
 MEET_S = 60.0
 
 
-class NoState:
+class NoState(NoStates):
     """A store without a state. No peer joins late in this benchmark, so no state is requested."""
 
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:

@@ -141,9 +141,12 @@ def test_a_joiner_ignores_malformed_descriptions_of_states_and_malformed_votes(s
     search = ProviderSearch(joiner.host.wire, joiner.peer_table, joiner.rules, random.Random(1))
     leaves = [bytes(HASH_BYTES)] * 2
     header = {"round": -1, "head": joiner.rules.run, "tokens": 0, "digest": root_digest(-1, 0, PARAMETERS, leaves)}
-    good = Message(header, [b"".join(leaves), b"", bytes(HASH_BYTES)])
+    good = Message(header, [b"".join(leaves), b"", bytes(HASH_BYTES), b""])
     assert read_snapshot(good, Target(PARAMETERS)).round == -1
     replies = malformed() + [Message(header | {key: v}, good.blobs) for key in header for v in VALUES.values()]
+    for amendments in (b"[]", b"\xff", b'[{"round":0}]', b"x" * 2**20):
+        digest = root_digest(-1, 0, PARAMETERS, leaves, amendments=amendments)
+        replies.append(Message(header | {"digest": digest}, [*good.blobs[:3], amendments]))
     reply_with(bad, "state", replies)
     for _ in replies:
         assert not joiner.host.do(search.find(Target(PARAMETERS), (), ()))

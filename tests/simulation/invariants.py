@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from node.diloco.aggregate import clip_scales, weighted_mean
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.allreduce.result_store import KEPT_ROUNDS
+from node.swarm.chain.chain import Tip
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import (
     Document,
@@ -102,7 +103,7 @@ class Invariants:
             self._members[tip.head] = frozenset(committed.outcome.included)
             self._check_support(made, tip.round)
             self._check_included(committed.outcome)
-            self._check_mean(committed.outcome, joins_of(tip.proof.outcome))
+            self._check_mean(tip, committed.outcome, joins_of(tip.proof.outcome))
             self._commits.append(self._clock())
         outcomes[tip.head].nodes.append(node.number)
 
@@ -192,12 +193,15 @@ class Invariants:
         if 2 * included < members:
             self._violate(f"round {outcome.round} leaves out more than half of the plan: {included} of {members}")
 
-    def _check_mean(self, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
+    def _check_mean(self, tip: Tip, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
         """Check that all chunks are the mean of the included contributions, weighted by their tokens."""
         hostile = {node.peer_id for node in self._nodes if node.hostility}
         if hostile.intersection(outcome.plan.members):
             return  # A reducer is trusted with its own chunks, within the bound of the norm.
-        layout = self._nodes[0].rules.layout_at(outcome.round)
+        rules = self._nodes[0].rules.at(tip.state.amendments, outcome.round)
+        if rules.is_paused:
+            return
+        layout = rules.layout_at(outcome.round)
         weights = [joins[peer].tokens for peer in outcome.included]
         scales = clip_scales([joins[peer].norm for peer in outcome.included], weights)
         offered = [self.contributed[outcome.plan.parent, peer, joins[peer].norm] for peer in outcome.included]

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import torch
 
+from node.config.amendments import decode_list
 from node.diloco.digest import tree_slices
+from node.diloco.outer import OuterState
 from node.errors import PeerError, RoundFailed
 from node.status import Phase
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Chain, Tip
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
-from node.swarm.consensus.context import Rules
+from node.swarm.consensus.context import Rules, rules_after
 from node.swarm.consensus.participant import Participant
 from node.swarm.faults import Faults
 from node.swarm.identity import Identity
@@ -41,6 +43,8 @@ from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.network import Life, Network, SimulatedWire
 
 LOOK_S = 0.25
+KEPT, KEPT_STEERED = 2, 4
+"""Checkpoints that a node keeps; more in runs that may go back."""
 DIAL_EVERY_S = 4.0
 
 
@@ -56,8 +60,8 @@ class Disk:
         for tip in reversed(self.checkpoints):
             if not name or tip.head.startswith(name) or tip.digest.startswith(name):
                 state = tip.state
-                root = state.credit.root
-                return Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, root)
+                parts = tip.leaves, tip.proof, state.credit.root, state.amendments
+                return Snapshot(tip.round, tip.head, state.tokens, tip.digest, *parts)
         return None
 
     def leaf(self, digest: str, index: int) -> bytes:
@@ -73,8 +77,18 @@ class Disk:
     def oldest_needed_round(self) -> int | None:
         return self.checkpoints[0].round if self.checkpoints else None
 
-    def save(self, tip: Tip, kept: int = 2) -> None:
-        self.checkpoints = [*[one for one in self.checkpoints if one.head != tip.head], tip][-kept:]
+    def holds(self, round_: int, digest: str) -> bool:
+        return self.load(round_, digest) is not None
+
+    def load(self, round_: int, digest: str) -> OuterState | None:
+        return next((tip.state for tip in self.checkpoints if (tip.round, tip.digest) == (round_, digest)), None)
+
+    def save(self, tip: Tip) -> None:
+        checkpoints = [*[one for one in self.checkpoints if one.head != tip.head], tip]
+        amendments = [one.signed.amendment for one in decode_list(tip.state.amendments)]
+        needed = {one.to_round for one in amendments if one.from_round > tip.round}
+        kept = KEPT_STEERED if amendments else KEPT
+        self.checkpoints = [*[one for one in checkpoints[:-kept] if one.round in needed], *checkpoints[-kept:]]
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,12 @@ class Served:
 
     def oldest_needed_round(self) -> int | None:
         return self.disk.oldest_needed_round()
+
+    def holds(self, round_: int, digest: str) -> bool:
+        return self.disk.holds(round_, digest)
+
+    def load(self, round_: int, digest: str) -> OuterState | None:
+        return self.disk.load(round_, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +175,18 @@ class SimulatedNode:
         """Maps (parent, peer id, norm) to the chunks that the node offered. All nodes share this map. After a crash, a
         node offers another contribution to the same round."""
         self.on_replayed: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
+        self.on_offered: Callable[[SimulatedNode, Tip], None] = lambda _node, _tip: None
         self.on_downloaded: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
 
     @property
     def tip(self) -> Tip:
         """The tip; the initial state as long as a joiner has none."""
         return self.chain.tip if hasattr(self, "chain") else self.genesis
+
+    @property
+    def rules_now(self) -> Rules:
+        """The rules of the round after the tip."""
+        return rules_after(self.rules, self.tip)
 
     @property
     def is_alive(self) -> bool:
@@ -216,11 +242,14 @@ class SimulatedNode:
         self._tracker, self._steps = ContributionTracker(1), 0
         self._settled, self._settle_s = "", 0.0
         """The head after which this node's settle time was measured."""
-        self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take)
+        self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take, states=self.disk)
         self.catch_up = CatchUp(self.participant, self._lose)
         StateServer(wire, Served(self.disk, wire.adversary.served) if wire.adversary else self.disk)
         self._say_tip()
-        tasks += [asyncio.ensure_future(self.participant.run()), asyncio.ensure_future(self.catch_up.run())]
+        participant = self.participant
+        tasks += [asyncio.ensure_future(participant.run()), asyncio.ensure_future(self.catch_up.run())]
+        if rules.amended is not None:
+            tasks += map(asyncio.ensure_future, (participant.accept_amendments(), participant.pool.run()))
         while await self.participant.committer.replay_next():
             pass
         self.on_replayed(self, self.chain.tip.round)
@@ -284,7 +313,7 @@ class SimulatedNode:
                 continue
             self._news.clear()
             self._apply()
-            if self._tracker.in_flight is not None:
+            if self._tracker.in_flight is not None or self.rules_now.is_paused:
                 await self._news.wait()
             elif steps := self._steps_left():
                 await self._step(steps)
@@ -296,8 +325,14 @@ class SimulatedNode:
         commits = [mail for mail in self._mail if isinstance(mail, Committed)]
         self._mail.clear()
         for mail in commits:
-            if mail.tip.round % self.habits.checkpoint_rounds == 0:
+            is_rolled_back = self.rules.is_rolled_back(mail.tip)
+            if mail.tip.round % self.habits.checkpoint_rounds == 0 or is_rolled_back:
                 self.disk.save(mail.tip)
+            if is_rolled_back:
+                self._tracker, self._steps = ContributionTracker(1), 0
+                continue
+            if self.rules.at(mail.tip.state.amendments, mail.tip.round).is_paused:
+                continue  # The round has no contribution.
             update = self._tracker.round_over(0, mail.included, 0, is_newest=mail is commits[-1])
             self.merged_tokens += update.counted_tokens
             self.trained_tokens += self._steps * self.habits.tokens_per_step
@@ -305,7 +340,7 @@ class SimulatedNode:
 
     def _steps_left(self) -> int:
         """The inner steps until a contribution is due, as in `worker.trainer`. 0 means that it is due now."""
-        tip, step_s, rule = self.chain.tip, self.habits.step_s, self.rules.closing
+        tip, step_s, rule = self.chain.tip, self.habits.step_s, self.rules_now.closing
         least = 0 if self._tracker.pending_tokens(0) else 1
         if rule.policy == "time" and tip.round_s is not None:
             # This is the number of steps after which `diloco.schedule.is_time_up` is true.
@@ -333,7 +368,8 @@ class SimulatedNode:
         self._tracker.add_tokens(steps * self.habits.tokens_per_step)
 
     def _offer(self, tip: Tip) -> None:
-        layout = self.rules.layout_at(tip.round + 1)
+        layout = self.rules_now.layout_at(tip.round + 1)
+        self.on_offered(self, tip)
         generator = torch.Generator().manual_seed((100 * self.lives + tip.round + 1) * 100 + self.number)
         vector = torch.randn(layout.bounds[-1][1], generator=generator)
         chunks = [layout.codec.encode(vector[start:end]) for start, end in layout.bounds]

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import torch
 
+from node.config.manifest import OuterConfig, RoundConfig, RunConfig, SyncConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.swarm.allreduce.reducer import ChunkLayout
 from node.swarm.chain.chain import OuterRule, make_tip
 from node.swarm.consensus.commit import Committed
-from node.swarm.consensus.context import Rules
+from node.swarm.consensus.context import AmendedRules, Rules
 from node.swarm.consensus.group_closing import ClosingRule
+from node.swarm.governance.charter import Charter
 from node.swarm.membership.timings import MemberTimings
 from tests.simulation.invariants import Invariants
 from tests.simulation.keys import simulated_identity, simulated_keys
@@ -57,6 +59,36 @@ class Report:
     """The digest of all messages with their times. The same seed always gives the same digest."""
 
 
+def settings_of(scenario: Scenario) -> RunConfig:
+    """The settings of the simulated run."""
+    founder = (simulated_identity(0).peer_id,) if scenario.is_steered else ()
+    return RunConfig(
+        governance="founder" if founder else "fixed",
+        governance_keys=founder,
+        outer=OuterConfig(lr=0.7),
+        round=RoundConfig(
+            policy=scenario.policy,
+            inner_steps=scenario.inner_steps,
+            min_peers=scenario.min_peers,
+            quorum_ratio=scenario.quorum_ratio,
+        ),
+    )
+
+
+def rules_of(scenario: Scenario, run: RunConfig) -> Rules:
+    """The rules of settings. An amended codec makes chunks twice as large, so it changes their number."""
+    parameters = scenario.chunks * CHUNK_ELEMENTS
+    size = CHUNK_ELEMENTS * (1 if run.sync.codec == SyncConfig().codec else 2)
+    bounds = [(start, min(start + size, parameters)) for start in range(0, parameters, size)]
+    return Rules(
+        run="ab" * 32,
+        layouts=(ChunkLayout(PaddedFp32(scenario.chunk_bytes), bounds, ((0, parameters),)),),
+        closing=ClosingRule(run.round.policy, run.round.min_peers, run.round.quorum_ratio),
+        outer=OuterRule(lr=run.outer.lr, optimizer=OuterOptimizer(), inner_steps=run.round.inner_steps),
+        max_tokens=10**6,
+    )
+
+
 class World:
     """All nodes of one run."""
 
@@ -66,14 +98,11 @@ class World:
         self.loop = VirtualLoop(lambda: scenario.disk_s * rng.random())
         self.network = Network(self.loop, scenario.seed, keep_trace=keep_trace)
         parameters = scenario.chunks * CHUNK_ELEMENTS
-        bounds = [(start, start + CHUNK_ELEMENTS) for start in range(0, parameters, CHUNK_ELEMENTS)]
-        self.rules = Rules(
-            run="ab" * 32,
-            layouts=(ChunkLayout(PaddedFp32(scenario.chunk_bytes), bounds, ((0, parameters),)),),
-            closing=ClosingRule(scenario.policy, scenario.min_peers, scenario.quorum_ratio),  # type: ignore[arg-type]
-            outer=OuterRule(lr=0.7, optimizer=OuterOptimizer(), inner_steps=scenario.inner_steps),
-            max_tokens=10**6,
-        )
+        settings = settings_of(scenario)
+        self.rules = rules_of(scenario, settings)
+        if scenario.is_steered:
+            charter = Charter(self.rules.run, settings)
+            self.rules = replace(self.rules, amended=AmendedRules(charter, partial(rules_of, scenario)))
         start = genesis(torch.linspace(-1, 1, parameters))
         tip = make_tip(start, self.rules.run, None, self.rules.outer, {}, 0.0)
         self.nodes: list[SimulatedNode] = []

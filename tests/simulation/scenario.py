@@ -100,6 +100,8 @@ class Scenario:
     """As in `Habits`."""
     joiners_download: bool = False
     """Whether nodes that join later have no state at first, as in `Habits.joins_by_download`."""
+    is_steered: bool = False
+    """Whether the run has amendments, by the key of node 0."""
     gossip_s: float = 1.0
     """Time between two heartbeats. A peer is dead after eight of them."""
 

@@ -22,11 +22,13 @@ import node.swarm
 from node import cli
 from node.api.public_page import short
 from node.commands.credit import badge, describe
+from node.config.amendments import AcceptedAmendment, Amendment, encode_list
 from node.config.manifest import Manifest, RoundConfig, RunConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.errors import PeerError
 from node.swarm.chain.certificate import CREDIT_FILE, Certificate, CreditRecord, certify, check, record_of
 from node.swarm.chain.chain import OuterRule, Tip, make_tip, next_tip
+from node.swarm.governance.charter import sign_amendment
 from node.swarm.identity import Identity, new_identity
 from node.swarm.messages import Join, Plan, Proof, RoundOutcome, accept, parse, results_root, sign
 from node.worker.credit_file import CreditFile
@@ -54,10 +56,10 @@ def committed(tip: Tip, members: list[Identity]) -> Proof:
     return Proof(outcome=document, attempt=0, group=ids, accepts=accepts, hashes=bytes(32).hex())
 
 
-def after(tip: Tip, proof: Proof) -> Tip:
+def after(tip: Tip, proof: Proof, amendments: bytes | None = None) -> Tip:
     outcome = parse(RoundOutcome, proof.outcome.text)
     joins = {join.signer: parse(Join, join.text) for join in outcome.plan.joins}
-    return next_tip(tip, OUTER, torch.ones(P), proof, outcome, joins, 0.0, ((0, P),))
+    return next_tip(tip, OUTER, torch.ones(P), proof, outcome, joins, 0.0, ((0, P),), amendments)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,32 @@ def record() -> CreditRecord:
     found = record_of(MANIFEST, tip, committed(tip, last).outcome)
     assert found is not None
     return found
+
+
+@pytest.fixture(scope="module")
+def amended_record(record: CreditRecord) -> CreditRecord:
+    """The credit after some rounds of a run that has an amendment, which lowers `min_peers`."""
+    change = Amendment(run=MANIFEST.hash, number=1, from_round=3, changes={"round.min_peers": 1})
+    entry = AcceptedAmendment(signed=sign_amendment(MEMBERS[0], change), round=1)
+    tip, (one,) = make_tip(genesis(torch.zeros(P)), MANIFEST.hash, None, OUTER, {}, 0.0), MEMBERS[:1]
+    for round_ in range(5):
+        tip = after(tip, committed(tip, [one]), encode_list([entry]) if round_ == 1 else None)
+    found = record_of(MANIFEST, tip, committed(tip, [one]).outcome)
+    assert found is not None
+    return found
+
+
+def test_certificate_of_an_amended_run_needs_the_amended_number_of_members(
+    amended_record: CreditRecord, tmp_path: Path
+) -> None:
+    certificate = certify(amended_record, MEMBERS[0])
+    assert check(certificate).entry.tokens == 500
+    assert checked_by_the_documentation(tmp_path, certificate.model_dump_json()).returncode == 0
+    evidence = amended_record.evidence.model_copy(update={"amendments": ""})
+    false = certify(amended_record.model_copy(update={"evidence": evidence}), MEMBERS[0])
+    with pytest.raises(PeerError):
+        check(false)
+    assert checked_by_the_documentation(tmp_path, false.model_dump_json()).returncode != 0
 
 
 def checked_by_the_documentation(folder: Path, text: str) -> subprocess.CompletedProcess[str]:

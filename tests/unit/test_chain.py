@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.config.amendments import AcceptedAmendment, Amendment, encode_list
 from node.diloco.credit import Credit
 from node.diloco.digest import state_digest
 from node.diloco.outer import OuterOptimizer, credited, genesis, outer_step
 from node.swarm.allreduce.result_store import KEPT_ROUNDS, ResultStore
-from node.swarm.chain.chain import Chain, OuterRule, Tip, make_tip, next_tip
+from node.swarm.chain.chain import Chain, OuterRule, Rollback, Tip, make_tip, next_tip, schedule_tokens
+from node.swarm.governance.charter import sign_amendment
 from node.swarm.identity import new_identity
 from node.swarm.messages import LEAST_STEP_S, MOST_STEP_S, Join, Proof, RoundOutcome, parse
 from tests.unit.swarm_data import RUN, A, B, committed, new_join
@@ -171,3 +173,32 @@ def test_restarted_chain_finds_the_rounds_around_its_checkpoint(tmp_path: Path) 
         chain.advance(following, chain.tip.head, proof)
     assert chain.next_stored() is None
     assert chain.proofs_after(tips[1].head) == [tip.proof for tip in tips[2:]]
+
+
+def test_a_round_of_a_paused_run_changes_only_its_number() -> None:
+    before = step(first_tip())
+    after = step(before, outer=replace(OUTER, is_paused=True), mean=torch.empty(0))
+    assert (after.round, after.state.tokens) == (before.round + 1, before.state.tokens)
+    assert torch.equal(after.state.anchor, before.state.anchor) and after.state.credit is before.state.credit
+    assert after.digest == state_digest(after.state) != before.digest
+    assert after.last_round_tokens is None
+
+
+def test_a_rollback_brings_back_parameters_and_schedules_but_takes_no_credit() -> None:
+    back = Amendment(run=RUN, number=1, from_round=4, action="rollback", to_round=0, state="ef" * 32)
+    entry = AcceptedAmendment(signed=sign_amendment(new_identity(), back), round=1)
+    tips = [step(first_tip())]
+    for _ in range(3):
+        tips.append(step(tips[-1]))
+    proof = committed(tips[-1].head, tips[-1].round + 1, (A,))
+    joins = {A.peer_id: new_join(parent=tips[-1].head)}
+    after = next_tip(
+        tips[-1], OUTER, torch.ones(P), proof, parse(RoundOutcome, proof.outcome.text), joins, 7.0, ((0, P),),
+        encode_list([entry]), None, Rollback(1, tips[0].state),
+    )  # fmt: skip
+    assert torch.equal(after.state.anchor, tips[0].state.anchor)
+    assert torch.equal(after.state.momentum, tips[0].state.momentum)
+    assert after.round == 4 and after.state.tokens == after.state.credit.tokens == 5 * tips[0].state.tokens
+    assert schedule_tokens(after.state) == tips[0].state.tokens
+    assert schedule_tokens(step(after).state) == 2 * tips[0].state.tokens
+    assert after.digest == state_digest(after.state)

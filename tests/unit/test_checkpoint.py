@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from node.errors import MachineError, ProtocolError
-from node.training.checkpoint import FORMAT_VERSION, LOCAL, META, OUTER, Checkpoint, CheckpointStore
+from node.training.checkpoint import FORMAT_VERSION, LOCAL, META, OUTER, Checkpoint, CheckpointStore, _checksum
 from node.training.tensorfile import FileFacts, read_slice, read_tensors, write_tensors
 from tests.unit.disk import disk_that_takes
 
@@ -438,3 +438,34 @@ def test_number_of_pinned_checkpoints_is_limited(tmp_path: Path) -> None:
         store.save(checkpoint(round_))
         store.pin(round_)
     assert store.rounds() == [7, 1, 0]
+
+
+def test_a_checkpoint_from_before_there_were_amendments_has_none(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    amended = replace(checkpoint(), amendments='[{"round":3}]')
+    path = store.save(amended)
+    assert same(store.newest(repair=False), amended)
+    assert store.newest_amendments() == (amended.amendments, 12)
+    meta = json.loads((path / META).read_text())
+    del meta["body"]["amendments"]
+    meta["checksum"] = _checksum(meta["body"])
+    (path / META).write_text(json.dumps(meta))
+    assert same(store.newest(repair=False), checkpoint())
+    assert store.newest_amendments() == ("", 12)
+
+
+def test_a_checkpoint_to_which_the_run_may_go_back_is_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    assert store.newest_amendments() == ("", -1)
+    store.save(checkpoint(4))
+    store.needed = frozenset({4, 5})
+    store.save(checkpoint(8))
+    store.save(checkpoint(12))
+    assert store.rounds() == [12, 4]
+    assert (store.digest_at(4), store.digest_at(8)) == ("ef" * 32, "")
+    found = store.at(4)
+    assert found is not None and torch.equal(found.anchor, checkpoint(4).anchor)
+    assert store.at(8) is None
+    store.needed = frozenset()
+    store.save(checkpoint(16))
+    assert store.rounds() == [16]

@@ -6,7 +6,18 @@ from datetime import UTC, datetime, timedelta
 
 from node.daemon.journal import DEPARTED_S, SETTLE_S, Journal
 from node.daemon.node_state import NodeState
-from node.status import NodeInfo, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord
+from node.status import (
+    AmendmentInfo,
+    GovernanceInfo,
+    NodeInfo,
+    Outcome,
+    PeerRow,
+    Phase,
+    PhaseState,
+    RefusedAmendment,
+    Report,
+    RoundRecord,
+)
 
 
 class Clock:
@@ -111,3 +122,25 @@ def test_journal_notes_what_happens_to_this_node_but_not_each_round() -> None:
         state.add_round(RoundRecord(round=7, outcome=Outcome.FAILED, reason="Too few members."))
     assert told(journal)[-1] == "Round 7 failed and is tried again. Too few members."
     assert len(told(journal)) == 5
+
+
+def test_journal_tells_who_amended_what_but_not_what_was_amended_before_the_start() -> None:
+    journal, _ = started()
+    old, new = (
+        AmendmentInfo(digest=str(n), number=n, from_round=9, change=change, signers=("key of ada",), accepted_round=5)
+        for n, change in ((1, "pause"), (2, "inner.lr = 0.1"))
+    )
+    first = GovernanceInfo(run="a run", amendments=(old,))
+    journal.add_amendments(GovernanceInfo(), first)
+    pending = new.model_copy(update={"accepted_round": None})
+    second = first.model_copy(update={"amendments": (old, pending)})
+    refused = (RefusedAmendment(digest="3", reason="it is late"),)
+    third = first.model_copy(update={"amendments": (old, new), "refused": refused})
+    journal.add_amendments(first, second)
+    journal.add_amendments(second, third)
+    journal.add_amendments(third, third)
+    assert told(journal) == [
+        "Amendment 2 by of ada (inner.lr = 0.1, from round 9) is pending.",
+        "Amendment 2 by of ada (inner.lr = 0.1, from round 9) is accepted by round 5.",
+        "A submitted amendment was refused: it is late",
+    ]

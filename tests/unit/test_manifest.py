@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from node.config.manifest import (
     INVITE_PREFIX,
@@ -212,3 +213,41 @@ def test_encoding_of_the_mean_has_at_least_four_bits_unless_the_manifest_names_a
     codec: Any, results: Any, encoding: str
 ) -> None:
     assert SyncConfig(codec=codec, result_codec=results, feedback="classic").encoding_of_results == encoding
+
+
+def test_manifest_from_before_there_was_governance_keeps_its_hash_and_is_fixed() -> None:
+    tree = json.loads(manifest().canonical())
+    assert not [key for key in tree["run"] if key.startswith("governance")]
+    data = json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+    old = parse_manifest(data, hashlib.sha256(data).hexdigest())
+    assert old.hash == hashlib.sha256(data).hexdigest()
+    assert (old.run.governance, old.run.governance_keys) == ("fixed", ())
+
+
+KEYS = tuple(f"12D3KooW{letter * 44}" for letter in "abc")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"governance": "keys"}, "more than the 0 governance_keys"),
+        ({"governance": "keys", "governance_keys": KEYS, "governance_threshold": 4}, "more than the 3"),
+        ({"governance": "keys", "governance_keys": (KEYS[0], KEYS[0])}, "twice"),
+        ({"governance": "founder", "governance_keys": KEYS[:2]}, "too many"),
+        ({"governance": "founder", "governance_threshold": 2}, "belongs to governance keys"),
+        ({"governance": "fixed", "governance_keys": KEYS[:1]}, "too many"),
+        ({"governance": "keys", "governance_keys": ("somebody",)}, "pattern"),
+        ({"governance": "everybody"}, "Input should be"),
+    ],
+)
+def test_governance_without_sense_is_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        RunConfig.model_validate(settings)
+
+
+def test_manifest_names_the_founder_and_hashes_the_keys() -> None:
+    with pytest.raises(ValidationError, match="founder's key"):
+        manifest(run=RunConfig(governance="founder"))
+    one, other = (manifest(run=RunConfig(governance="founder", governance_keys=(key,))) for key in KEYS[:2])
+    assert len({one.hash, other.hash, manifest().hash}) == 3
+    assert parse_manifest(one.canonical(), one.hash) == one

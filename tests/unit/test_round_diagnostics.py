@@ -33,8 +33,10 @@ def session(mode: str, policy: str, upload_bytes_s: float) -> Any:
     run = RunConfig.model_validate({"sync": {"mode": mode}, "round": {"policy": policy}})
     layout = SimpleNamespace(encoded_bytes=lambda: 10_000_000)
     return SimpleNamespace(
-        manifest=SimpleNamespace(run=run),
-        rules=SimpleNamespace(layout_at=lambda _: layout, result_layout_at=lambda _: layout),
+        terms_after=lambda _: SimpleNamespace(run=run),
+        rules=SimpleNamespace(
+            at=lambda *_: SimpleNamespace(layout_at=lambda _: layout, result_layout_at=lambda _: layout)
+        ),
         swarm=SimpleNamespace(view=SimpleNamespace(upload_bytes_s=upload_bytes_s)),
     )
 
@@ -53,7 +55,7 @@ def session(mode: str, policy: str, upload_bytes_s: float) -> Any:
 def test_expected_utilization_is_computed_from_step_time_uplink_and_sync_mode(
     mode: str, policy: str, upload_bytes_s: float, round_s: float | None, step_s: float, members: int, expected: float
 ) -> None:
-    tip: Any = SimpleNamespace(round=3, inner_steps=100, round_s=round_s)
+    tip: Any = SimpleNamespace(round=3, inner_steps=100, round_s=round_s, state=SimpleNamespace(amendments=b""))
     found = expected_utilization(session(mode, policy, upload_bytes_s), tip, step_s, record_with(members))
     assert found == pytest.approx(expected)
 

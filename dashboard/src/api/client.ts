@@ -1,7 +1,7 @@
 /** HTTP requests to this node, and the session and token that they need. */
 
 import type {
-  Contribution, Fault, GeneratedText, History, JournalEntry, LogLine, OwnRun, PauseOrder, ResolvedConfig, RoundRecord, Status, Swarm, TextRequest, Version,
+  Contribution, Fault, GeneratedText, GovernanceInfo, History, JournalEntry, LogLine, OwnRun, PauseOrder, ResolvedConfig, RoundRecord, Status, Swarm, TextRequest, Version,
 } from "./schema";
 
 export type Json = string | number | boolean | null | Json[] | { [key: string]: Json };
@@ -132,6 +132,7 @@ export const api = {
   status: () => request<Status>("GET", "/api/v1/status"),
   run: () => request<OwnRun>("GET", "/api/v1/run"),
   swarm: () => request<Swarm>("GET", "/api/v1/swarm"),
+  amendments: () => request<GovernanceInfo>("GET", "/api/v1/amendments"),
   journal: async (limit: number) =>
     (await request<{ entries: JournalEntry[] }>("GET", `/api/v1/journal${query({ limit })}`)).entries,
   rounds: async (limit: number) => (await request<{ rounds: RoundRecord[] }>("GET", `/api/v1/rounds${query({ limit })}`)).rounds,

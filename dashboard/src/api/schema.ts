@@ -4,6 +4,19 @@ export interface Accepted {
   phase: Phase;
 }
 
+export interface AmendmentAccepted {
+  digest: string;
+}
+
+export interface AmendmentInfo {
+  digest: string;
+  number: number;
+  from_round: number;
+  change: string;
+  signers: string[];
+  accepted_round: number | null;
+}
+
 export interface Contribution {
   peer_id: string;
   short_id: string;
@@ -56,6 +69,17 @@ export interface Fault {
 export interface GeneratedText {
   text: string;
   round: number;
+}
+
+export interface GovernanceInfo {
+  run: string;
+  mode: "founder" | "keys" | "fixed";
+  keys: string[];
+  threshold: number;
+  round: number;
+  is_paused: boolean;
+  amendments: AmendmentInfo[];
+  refused: RefusedAmendment[];
 }
 
 export interface Health {
@@ -290,6 +314,11 @@ export interface RankedTeam {
   share_ratio: number;
 }
 
+export interface RefusedAmendment {
+  digest: string;
+  reason: string;
+}
+
 export interface ResolvedConfig {
   config: Record<string, unknown>;
   origins: Record<string, string>;
@@ -332,6 +361,8 @@ export interface RunInfo {
   swarm_round: number;
   swarm_tokens: number;
   total_tokens: number;
+  is_paused: boolean;
+  amendments: number;
   head: string;
   state_digest: string;
 }
@@ -379,6 +410,11 @@ export interface Status {
   notices: Notice[];
   pause: PauseInfo;
   schedule_next: string | null;
+}
+
+export interface SubmittedAmendment {
+  text?: string;
+  signatures?: Record<string, string>;
 }
 
 export interface Swarm {

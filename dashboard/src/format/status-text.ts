@@ -1,6 +1,6 @@
 /** Names and explanations of phases, codes and reachability, written for the owner of the machine. */
 
-import type { MonthUsage, Phase, Status } from "../api/schema";
+import type { AmendmentInfo, GovernanceInfo, MonthUsage, Phase, Status } from "../api/schema";
 import { energy, moment, soon } from "./format";
 
 interface State {
@@ -30,6 +30,7 @@ const CODES: Record<string, Partial<State>> = {
   "training/pausing": { word: "Pausing", meaning: "The node is saving its work and freeing the device." },
   "syncing/pausing": { word: "Pausing", meaning: "The node is saving its work and freeing the device." },
   "syncing/waiting_for_peers": { word: "Waiting", meaning: "Too few members are ready for the round. The node continues automatically when there are enough." },
+  "syncing/run_paused": { word: "Paused", meaning: "The whole run is paused. The node trains again when the run is resumed." },
   "connecting/no_peers": { meaning: "No peer has answered yet. The node keeps trying." },
   "connecting/no_state": { meaning: "Members are online, but none can serve the model yet. The node keeps trying." },
   "paused/scheduled": { meaning: "It is outside the hours of your schedule. Training resumes when they start." },
@@ -146,4 +147,17 @@ export function sourceName(source: string): string {
   const [kind, rest] = source.split(/:(.*)/s) as [string, string | undefined];
   const name = (rest ?? source).split("?")[0] as string;
   return kind === "hub" ? `the data set ${name}` : `files of its members (${name})`;
+}
+
+/** Who may amend the run. */
+export function governedBy({ mode, keys, threshold }: Pick<GovernanceInfo, "mode" | "keys" | "threshold">): string {
+  if (mode === "founder") return "Its founder may change it while it runs.";
+  if (mode === "keys") return `${threshold} of ${keys.length} keys together may change it while it runs.`;
+  return "Nobody may change it while it runs.";
+}
+
+/** Whether an amendment is pending, and the first round to which it applies. */
+export function amendmentState({ from_round, accepted_round }: Pick<AmendmentInfo, "from_round" | "accepted_round">): string {
+  const from = `from round ${from_round} on`;
+  return accepted_round === null ? `Pending, ${from}.` : `Accepted by round ${accepted_round}, ${from}.`;
 }

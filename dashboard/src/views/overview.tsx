@@ -7,6 +7,7 @@ import { bytes, count, hours, many, NONE, percent } from "../format/format";
 import { isRelay, reach } from "../format/status-text";
 import { link, OFFLINE, stale, status } from "../state/store";
 import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./chart-specs";
+import { Amendments } from "./amendments";
 import { Charts } from "./charts";
 import { Devices } from "./devices";
 import { Headline } from "./headline";
@@ -23,6 +24,7 @@ export function Overview() {
     <>
       <Headline status={now} />
       <RunCard />
+      <Amendments />
       {relay ? <RelaySection status={now} /> : <ContributionSection status={now} />}
       <Publication status={now} />
       {!relay && now.run.round >= 0 && <TryModel />}

@@ -58,6 +58,13 @@ class ResultFeedback:
             self._saved, store.feedback = self._parse(rule, store.feedback), None
         self._continue_at(head)
 
+    def follow(self, rule: FeedbackRule | None, layout_at: Callable[[int], ChunkLayout], fragments: int) -> None:
+        """Follow the rules that an amendment has changed. Residuals of other chunks or encodings are of no use."""
+        layouts = [self._layout_at(i) for i in range(self._fragments)], [layout_at(i) for i in range(fragments)]
+        if rule != self._rule or layouts[0] != layouts[1]:
+            self.clear()
+        self._rule, self._layout_at, self._fragments = rule, layout_at, fragments
+
     @property
     def residual_bytes(self) -> int:
         """Size of all residuals."""
@@ -98,6 +105,10 @@ class ResultFeedback:
         self._continue_at(head)
         if lost:
             logger.debug("The errors of %d means are lost, because other members have reduced these chunks.", len(lost))
+
+    def stay(self, head: str) -> None:
+        """Keep all residuals after a round without contributions. `head` is that of the round."""
+        self._continue_at(head)
 
     def clear(self) -> None:
         """Forget all residuals, because this node has left their chain."""

@@ -152,7 +152,7 @@ class ResultStore:
         """The first attempt at the round after `parent` in which this node may still act (`SavedBallot`)."""
         return self._lowest_attempts.get(parent, 0)
 
-    def save_ballot(self, ballot: SavedBallot, chunks: Sequence[bytes] = ()) -> None:
+    def save_ballot(self, ballot: SavedBallot, chunks: Sequence[bytes] | None = None) -> None:
         """Write the newest promise or vote, with the chunks of a new vote, and sync it to the disk.
 
         A write error is only logged: the node forgets its vote only if it crashes within this round.
@@ -163,11 +163,11 @@ class ResultStore:
             lowest = max(ballot.lowest_attempt, self.lowest_attempt(ballot.parent))
             self._lowest_attempts = {**earlier, ballot.parent: lowest}
             try:
-                if ballot.accepted is not None and chunks:
+                if ballot.accepted is not None and chunks is not None:
                     self._votes[ballot.parent] = ballot.accepted.outcome.hash
                     self._write_chunks(ballot.accepted.outcome.hash, ballot.accepted.hashes, chunks)
-                accepted, sizes = ballot.accepted, tuple(len(chunk) for chunk in chunks)
-                if not chunks and (before := self._ballot_with_vote(ballot.parent)) is not None:
+                accepted, sizes = ballot.accepted, tuple(len(chunk) for chunk in chunks or ())
+                if chunks is None and (before := self._ballot_with_vote(ballot.parent)) is not None:
                     accepted, sizes = before.accepted, before.sizes  # A promise does not replace the vote.
                 self._keep_vote(ballot.parent)
                 full = SavedBallot(
@@ -392,6 +392,10 @@ class ResultCache:
         self._fetches: dict[str, asyncio.Future[list[bytes]]] = {}
         self._served_bytes = 0
         """Chunks from the disk in replies that are not sent yet."""
+
+    def follow(self, layout_at: Callable[[int], ChunkLayout], timeout_s: float) -> None:
+        """Use other layouts from the next round on, because an amendment has changed the rules."""
+        self._layout_at, self._timeout_s = layout_at, timeout_s
 
     def add(self, chunks: Iterable[bytes]) -> list[bytes]:
         """Keep these chunks and return their hashes."""

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 
 from pydantic import Field
 
+from node.config.amendments import MOST_LIST_BYTES
 from node.config.manifest import Manifest
 from node.diloco.credit import Credit, encode_entry, leaf_hash, node_hash, table_of
 from node.diloco.digest import leaves_hash, root_digest_of
@@ -58,6 +59,8 @@ class StateEvidence(Content):
     tokens: int = Field(ge=0)
     leaves: Hex64
     """The hash of all leaves of the state (`digest.leaves_hash`)."""
+    amendments: str = Field("", max_length=MOST_LIST_BYTES)
+    """The accepted amendments of the run (`config.amendments.encode_list`)."""
     proof: Proof
     """The commit certificate of the round, without the hashes of chunks."""
     joins: tuple[Document, ...]
@@ -120,6 +123,7 @@ def record_of(manifest: Manifest, tip: Tip, next_outcome: Document) -> CreditRec
         round=tip.round,
         tokens=tip.state.tokens,
         leaves=leaves_hash(tip.leaves).hex(),
+        amendments=tip.state.amendments.decode(),
         proof=tip.proof.model_copy(update={"hashes": ""}),
         joins=joins,
     )
@@ -151,9 +155,10 @@ def check(certificate: Certificate) -> ProvenCredit:
 
 def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -> ProvenCredit:
     run, proof = hashlib.sha256(evidence.manifest.encode()).hexdigest(), evidence.proof
-    parameters, min_peers, name = _facts(evidence.manifest)
+    parameters, min_peers, name = _facts(evidence)
     leaves = bytes.fromhex(evidence.leaves)
-    digest = root_digest_of(evidence.round, evidence.tokens, parameters, leaves, credit_root)
+    amendments = evidence.amendments.encode()
+    digest = root_digest_of(evidence.round, evidence.tokens, parameters, leaves, credit_root, amendments)
     outcome = read(proof.outcome, RoundOutcome)
     if outcome.round != evidence.round or outcome.plan.run != run:
         raise PeerError("the outcome is of another round or run")
@@ -176,12 +181,20 @@ def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -
     )
 
 
-def _facts(manifest: str) -> tuple[int, int, str]:
-    """Parameters, `min_peers` and name of a run. A certificate outlives the version that wrote it."""
+def _facts(evidence: StateEvidence) -> tuple[int, int, str]:
+    """Parameters, `min_peers` of the round, and name of a run. A certificate outlives the version that wrote it.
+
+    The digest covers the amendments, so the members have checked them.
+    """
     try:
-        found = json.loads(manifest)
+        found = json.loads(evidence.manifest)
         facts = found["parameters"], found["run"]["round"]["min_peers"], found["run"]["name"]
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        texts = [entry["signed"]["text"] for entry in json.loads(evidence.amendments or "[]")]
+        amendments = sorted(map(json.loads, texts), key=lambda one: (one["from_round"], one["number"]))
+        for one in amendments:
+            if one["from_round"] <= evidence.round:
+                facts = facts[0], one["changes"].get("round.min_peers", facts[1]), facts[2]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise PeerError("its manifest cannot be read") from exc
     if not (isinstance(facts[0], int) and isinstance(facts[1], int) and isinstance(facts[2], str)):
         raise PeerError("its manifest cannot be read")

@@ -12,9 +12,10 @@ from statistics import fmean
 
 from torch import Tensor
 
+from node.config.amendments import rewound, rewound_tokens
 from node.diloco.digest import digest_of, leaf_hashes
 from node.diloco.fragments import Ranges, step
-from node.diloco.outer import OuterOptimizer, OuterState, credited
+from node.diloco.outer import OuterOptimizer, OuterState, credited, paused, rolled_back
 from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.fork_choice import Link, append_link, link_of
@@ -36,6 +37,8 @@ class OuterRule:
     """Upper limit of the inner steps if their number adapts to the transfer time; 0 if it does not adapt."""
     follows_peers: bool = False
     """Whether to use the published learning rate for the number of contributors in place of `lr`."""
+    is_paused: bool = False
+    """Whether the run is paused, so that a round changes no parameter."""
 
     def lr_for(self, contributors: Sequence[int]) -> float:
         """Learning rate for the mean contributor count of the newest records, so that it changes gradually."""
@@ -47,6 +50,26 @@ class OuterRule:
             return self.inner_steps
         steps, transfers = [j.step_s for j in joins], [j.transfer_s for j in joins]
         return fitting_steps(steps, transfers, least=self.inner_steps, most=self.most_inner_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A rollback that takes place after an outer step."""
+
+    number: int
+    """The number of the amendment."""
+    to: OuterState
+
+    def apply(self, state: OuterState) -> OuterState:
+        """Replace parameters and momentum, and let the schedules continue from the tokens of the earlier state."""
+        tokens = schedule_tokens(state) - schedule_tokens(self.to)
+        amendments = rewound(state.amendments, self.number, tokens)
+        return replace(rolled_back(state, self.to), amendments=amendments)
+
+
+def schedule_tokens(state: OuterState) -> int:
+    """The tokens that learning rate, phases and the end of the run follow: those of the swarm, less rewound ones."""
+    return state.tokens - rewound_tokens(state.amendments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +108,21 @@ def make_tip(
     included: Mapping[str, Join],
     now_s: float,
     links: tuple[Link, ...] = (),
+    next_outer: OuterRule | None = None,
+    leaves: Sequence[bytes] | None = None,
 ) -> Tip:
-    """Make the tip of this state. Slow: hashes the state. `included` are the newest record's joins, by peer id."""
-    leaves = leaf_hashes(state)
+    """Make the tip of this state. Slow: hashes the state. `included` are the newest record's joins, by peer id.
+
+    `outer` is the rule of the newest round and `next_outer` that of the next one, if an amendment changes it. `leaves`
+    are those of the state, if they are known.
+    """
+    leaves = leaf_hashes(state) if leaves is None else leaves
     joins = list(included.values())
-    inner_steps, round_s = outer.steps_after(joins), None
+    inner_steps, round_s = (next_outer or outer).steps_after(joins), None
     if joins:  # No record is accepted unless all of its joins state the same T_r.
         settles = [j.settle_s for j in joins]
         round_s = round_seconds([j.step_s for j in joins], inner_steps, joins[0].round_s, settles)
+    has_tokens = bool(joins) and not outer.is_paused
     return Tip(
         head=head,
         state=state,
@@ -100,7 +130,7 @@ def make_tip(
         last_weights={peer: join.tokens for peer, join in included.items()},
         round_s=round_s,
         inner_steps=inner_steps,
-        last_round_tokens=sum(join.tokens // outer.fragments for join in joins) if joins else None,
+        last_round_tokens=sum(join.tokens // outer.fragments for join in joins) if has_tokens else None,
         anchor_at_s=now_s,
         leaves=leaves,
         proof=proof,
@@ -117,14 +147,29 @@ def next_tip(
     included: Mapping[str, Join],
     now_s: float,
     ranges: Ranges,
+    amendments: bytes | None = None,
+    next_outer: OuterRule | None = None,
+    rollback: Rollback | None = None,
 ) -> Tip:
-    """Compute the tip after a proven outcome. Pure and slow. `mean`: fp32 [P_f], for the parameters in `ranges`."""
-    shares = {peer: join.tokens // outer.fragments for peer, join in included.items()}
-    lr = outer.lr_for([len(tip.last_weights or included), len(included)])
-    tokens, number = sum(shares.values()), outcome.round // outer.fragments
-    state = credited(step(tip.state, ranges, mean, outer.optimizer, lr=lr, tokens=tokens, number=number), shares)
+    """Compute the tip after a proven outcome. Pure and slow. `mean`: fp32 [P_f], for the parameters in `ranges`.
+
+    `amendments` is the list after the outcome if it accepts an amendment, and `next_outer` as in `make_tip`. With
+    `rollback`, the state of an earlier round replaces the parameters after the outer step.
+    """
+    leaves = None
+    if outer.is_paused:
+        state, leaves = paused(tip.state), tip.leaves
+    else:
+        shares = {peer: join.tokens // outer.fragments for peer, join in included.items()}
+        lr = outer.lr_for([len(tip.last_weights or included), len(included)])
+        tokens, number = sum(shares.values()), outcome.round // outer.fragments
+        state = credited(step(tip.state, ranges, mean, outer.optimizer, lr=lr, tokens=tokens, number=number), shares)
+    if amendments is not None:
+        state = replace(state, amendments=amendments)
+    if rollback is not None:
+        state, leaves = rollback.apply(state), None
     links = append_link(tip.links, link_of(proof, outcome, sum(join.tokens for join in included.values())))
-    return make_tip(state, proof.outcome.hash, proof, outer, included, now_s, links)
+    return make_tip(state, proof.outcome.hash, proof, outer, included, now_s, links, next_outer, leaves)
 
 
 class Chain:

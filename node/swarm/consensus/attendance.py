@@ -155,6 +155,7 @@ class Attendance:
         """Check the leader's plan, prepare to reduce, and start to send this node's chunks. Raises PeerError."""
         ctx, plan = self._ctx, read(document, Plan)
         joins = check_plan(plan, ctx.rules.bounds, attempt.parent, ctx.next_round)
+        ctx.amendments_after(plan)
         if document.signer != leader or plan.attempt != attempt.number or not ctx.peer_table.is_member(leader):
             raise PeerError("a plan does not come from the leader of this attempt")
         if ctx.me not in joins or joins[ctx.me].tokens != mine.tokens:

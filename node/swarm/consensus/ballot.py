@@ -191,7 +191,7 @@ class Ballot:
         """Whether a member is in a later round. If so, this round is over; closing it again would fork the chain."""
         tip = self._chain.tip
         return any(
-            r.round > tip.round and r.swarm_tokens > tip.state.tokens and not self.has_false_claim(r)
+            r.round > tip.round and r.swarm_tokens >= tip.state.tokens and not self.has_false_claim(r)
             for r in self._peer_table.members()
         )
 
@@ -210,11 +210,11 @@ class Ballot:
             raise PeerError("a message has no valid attempt number")
         return number
 
-    async def save(self, parent: str, lowest_attempt: int, chunks: Sequence[bytes] = ()) -> None:
+    async def save(self, parent: str, lowest_attempt: int, chunks: Sequence[bytes] | None = None) -> None:
         """Write to the disk in which attempts this node may still act, and its vote, so that a crash loses neither.
 
         Args:
-            chunks: those of a new vote.
+            chunks: those of a new vote; None without one.
         """
         saved = SavedBallot(parent=parent, lowest_attempt=lowest_attempt, accepted=self.accepted)
         await asyncio.to_thread(self._chain.store.save_ballot, saved, chunks)

@@ -101,7 +101,7 @@ class Committer:
         """
         ctx = self._ctx
         committed_at_s = ctx.clock() if committed_at_s is None else committed_at_s
-        outcome, joins = await asyncio.to_thread(check_proof, proof, ctx.rules.bounds)
+        outcome, joins = await asyncio.to_thread(check_proof, proof, ctx.bounds)
         async with self._adopting:
             if outcome.plan.parent != ctx.chain.tip.head:
                 if outcome.round > ctx.next_round:
@@ -200,14 +200,20 @@ class Committer:
         at_s = self.anchor_at_s(outcome.plan.parent, committed_at_s, is_included=ctx.me in included)
         ranges = ctx.rules.layout_at(outcome.round).ranges
         tip, outer = ctx.chain.tip, ctx.rules.outer
-        return await asyncio.to_thread(next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges)
+        amendments = ctx.amendments_after(outcome.plan)
+        next_outer = ctx.manifest_rules.at(amendments, outcome.round + 1).outer
+        rollback = await ctx.rollback_after(amendments, outcome.plan)
+        return await asyncio.to_thread(
+            next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges, amendments, next_outer, rollback
+        )
 
     def check_round(self, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
-        """Raise PeerError unless the outcome is of the next round and its joins fit this node's tip."""
+        """Raise PeerError unless the outcome is of the next round, and its joins and amendment fit this node's tip."""
         if outcome.round != self._ctx.next_round:
             raise PeerError(f"an outcome has the number {outcome.round} where round {self._ctx.next_round} is next")
         for join in joins.values():
             self._ctx.check_join_fits(join)
+        self._ctx.amendments_after(outcome.plan)
 
     def prefer(self, head: str, dropped: Collection[str]) -> None:
         """Adopt the outcome with this head, because its chain has won, and none of those that this node has dropped."""
@@ -294,8 +300,14 @@ class Committer:
         if included and (was_left or outcome.round <= self._left_at):
             # It may include an earlier contribution, which this node discarded when it left its chain.
             included = offered and self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
+        was_paused = ctx.rules.is_paused
         ctx.chain.advance(tip, parent, proof)
-        ctx.feedback.round_over(outcome.round, split_hashes(proof.hashes), tip.head)
+        if was_paused:
+            ctx.feedback.stay(tip.head)
+        else:
+            ctx.feedback.round_over(outcome.round, split_hashes(proof.hashes), tip.head)
+        if ctx.manifest_rules.is_rolled_back(tip):
+            ctx.feedback.clear()
         self._say_tip(tip)
         if offered:  # The others may have gone on since this node's vote.
             at_vote = self._ballot.suspensions_at_vote

@@ -7,22 +7,28 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
+from node.config.amendments import Amendment, Terms, decode_list, schedule_of
+from node.config.manifest import RunConfig
 from node.diloco.codec import Codec
 from node.diloco.feedback import FeedbackRule
-from node.errors import NodeError, PeerError
+from node.diloco.outer import OuterState
+from node.errors import NodeError, PeerError, RoundFailed
 from node.swarm.allreduce.reducer import ChunkLayout
 from node.swarm.allreduce.result_feedback import ResultFeedback
 from node.swarm.allreduce.result_store import ResultCache
 from node.swarm.allreduce.uplink_estimator import UplinkEstimator
-from node.swarm.chain.chain import Chain, OuterRule
+from node.swarm.chain.chain import Chain, OuterRule, Rollback, Tip
 from node.swarm.consensus.fault_hooks import FaultHooks
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.consensus.leader_election import leader_of, slow_uplinks
 from node.swarm.consensus.quorum import Electorate
+from node.swarm.governance.amendment_pool import AmendmentPool
+from node.swarm.governance.charter import AmendmentRefused, Charter
 from node.swarm.membership.peer_table import PeerTable
-from node.swarm.messages import Bounds, Join, joins_of
+from node.swarm.messages import Bounds, Join, Plan, is_kept, joins_of, read_join
 from node.swarm.transport.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -33,11 +39,13 @@ SLOWEST_BYTES_PER_S = 200_000.0
 """The slowest uplink that a run supports: 2 Mbit/s, less headers (`rate_limiter.OVERHEAD_RATIO`) and other traffic."""
 FIXED_S = 15.0
 """The constant part of the timeout of a bulk transfer."""
+MOST_KNOWN = 16
+"""Limit on the rounds whose rules are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings of the manifest that concern rounds."""
+    """The settings that concern rounds: those of the manifest, or those that amendments have made of them (`at`)."""
 
     run: str
     layouts: tuple[ChunkLayout, ...]
@@ -52,14 +60,49 @@ class Rules:
     """The encoding of means; None means that of contributions."""
     feedback: FeedbackRule | None = None
     """The error feedback of members and reducers; None without one."""
+    is_paused: bool = False
+    """Whether the run is paused. Then rounds only accept amendments, and nobody trains."""
+    amended: AmendedRules | None = None
+    """How amendments change these rules; None for a run that nobody may change."""
+
+    def at(self, amendments: bytes, round_: int) -> Rules:
+        """The rules of a round, by the list of amendments in the state before it."""
+        return self.amended.at(amendments, round_) if self.amended is not None and amendments else self
+
+    def bounds_in(self, amendments: bytes) -> Bounds:
+        """The bounds of all rounds of a chain with this list of amendments."""
+        if self.amended is None or not amendments:
+            return self.bounds
+        starts = self.amended.starts(amendments)
+        return replace(self.bounds, later=tuple((start, self.at(amendments, start).bounds) for start in starts))
+
+    def is_rolled_back(self, tip: Tip) -> bool:
+        """Whether a rollback has replaced the parameters at a tip. These are the rules of the manifest."""
+        accepted, amended = tip.state.amendments, self.amended
+        wanted = amended.charter.rollback_before(accepted, tip.round + 1) if amended is not None else None
+        return wanted is not None and decode_list(accepted)[wanted.number - 1].rewound_tokens is not None
+
+    def check_amendments(self, amendments: bytes) -> None:
+        """Raise PeerError unless the run could have accepted this list of amendments."""
+        if self.amended is not None:
+            self.amended.charter.check_list(amendments)
+        elif amendments:
+            raise PeerError("nobody may amend this run")
 
     @property
     def bounds(self) -> Bounds:
+        if self.is_paused:  # A contribution is empty and has one token, so that all members weigh the same.
+            return Bounds(self.run, (0,), self.closing.min_peers, 1)
         chunks = tuple(len(layout.bounds) for layout in self.layouts)
         return Bounds(self.run, chunks, self.closing.min_peers, self.max_tokens)
 
+    def paused(self, is_paused: bool = True) -> Rules:
+        """These rules while the run is paused, or while it is not."""
+        return replace(self, is_paused=is_paused, outer=replace(self.outer, is_paused=is_paused))
+
     def layout_at(self, round_: int) -> ChunkLayout:
-        return self.layouts[round_ % len(self.layouts)]
+        layout = self.layouts[round_ % len(self.layouts)]
+        return ChunkLayout(layout.codec, (), ()) if self.is_paused else layout
 
     def result_layout_at(self, round_: int) -> ChunkLayout:
         """The layout of the mean of a round: the same chunks, with `result_codec`."""
@@ -81,6 +124,33 @@ class Rules:
     def bulk_s(self) -> float:
         """Timeout of a transfer of one whole fragment."""
         return FIXED_S + self.round_bytes / SLOWEST_BYTES_PER_S
+
+
+class AmendedRules:
+    """The rules of each round of a run that has a charter. Any thread may use it."""
+
+    def __init__(self, charter: Charter, make: Callable[[RunConfig], Rules]) -> None:
+        """`make` makes the rules of settings."""
+        self.charter = charter
+        self._of_terms = lru_cache(maxsize=8)(partial(self._make, make))
+        self._known: dict[tuple[bytes, int], Rules] = {}
+        """The newest rules, by list of amendments and round, because each step of a round needs them."""
+
+    def starts(self, amendments: bytes) -> tuple[int, ...]:
+        """The rounds at which the rules may change."""
+        return schedule_of(self.charter.settings, amendments).starts
+
+    def at(self, amendments: bytes, round_: int) -> Rules:
+        """The rules of a round, as `Rules.at`."""
+        if (known := self._known.get((amendments, round_))) is not None:
+            return known
+        rules = self._of_terms(self.charter.terms_at(amendments, round_))
+        self._known = {**dict(list(self._known.items())[-MOST_KNOWN:]), (amendments, round_): rules}
+        return rules
+
+    def _make(self, make: Callable[[RunConfig], Rules], terms: Terms) -> Rules:
+        rules = replace(make(terms.run), run=self.charter.run, amended=self)
+        return rules.paused() if terms.is_paused else rules
 
 
 class BackgroundTasks:
@@ -108,17 +178,49 @@ class BackgroundTasks:
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
+class StateMissing(RoundFailed):
+    """A round cannot be adopted, because this node does not have the state to which the run goes back."""
+
+
+class KeptStates(Protocol):
+    """The earlier outer states on this node's disk."""
+
+    def holds(self, round_: int, digest: str) -> bool:
+        """Whether the state after this round, with this digest, is here."""
+
+    def load(self, round_: int, digest: str) -> OuterState | None:
+        """Read that state; None if it is not here. Slow."""
+
+
+class NoStates:
+    """No earlier state is kept."""
+
+    def holds(self, round_: int, digest: str) -> bool:
+        return False
+
+    def load(self, round_: int, digest: str) -> OuterState | None:
+        return None
+
+
+def rules_after(rules: Rules, tip: Tip) -> Rules:
+    """The rules of the round after a tip. `rules` are those of the manifest."""
+    return rules.at(tip.state.amendments, tip.round + 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """What participant, leader, handlers, committer and sender of one node share. Lives on one event loop."""
 
     wire: Wire
     peer_table: PeerTable
-    rules: Rules
+    manifest_rules: Rules
+    """The rules of the manifest, which amendments change."""
     chain: Chain
     hooks: FaultHooks
     results: ResultCache
     feedback: ResultFeedback
+    pool: AmendmentPool
+    states: KeptStates
     clock: Callable[[], float]
     """Returns monotonic seconds."""
     uplink: UplinkEstimator = field(default_factory=UplinkEstimator)
@@ -133,6 +235,65 @@ class Context:
     @property
     def next_round(self) -> int:
         return self.chain.tip.round + 1
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the current round."""
+        return rules_after(self.manifest_rules, self.chain.tip)
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds of all rounds of this node's chain."""
+        return self.manifest_rules.bounds_in(self.chain.tip.state.amendments)
+
+    def amendments_after(self, plan: Plan) -> bytes:
+        """The list of amendments after a round with this plan. Raises PeerError for an amendment that is not valid."""
+        accepted, amended = self.chain.tip.state.amendments, self.manifest_rules.amended
+        if plan.amendment is None:
+            return accepted
+        if amended is None:
+            raise PeerError("nobody may amend this run")
+        try:
+            after = amended.charter.accept(accepted, plan.amendment, self.next_round)
+            if not is_kept(plan.amendment.amendment, [read_join(join) for join in plan.joins]):
+                raise AmendmentRefused("too few members have the state to which the run is to go back", "invalid")
+            return after
+        except AmendmentRefused as exc:
+            self.pool.count(exc)
+            raise
+
+    def _rollback_after(self, amendments: bytes) -> Amendment | None:
+        """The rollback after the current round, by the list after it."""
+        amended = self.manifest_rules.amended
+        return amended.charter.rollback_before(amendments, self.next_round + 1) if amended and amendments else None
+
+    async def rollback_after(self, amendments: bytes, plan: Plan) -> Rollback | None:
+        """The rollback after the current round, with the state to which it goes back.
+
+        There is none if too few of the plan's members have that state. Raises StateMissing if it is not here.
+        """
+        wanted = self._rollback_after(amendments)
+        if wanted is None or wanted.to_round is None:
+            return None
+        if not is_kept(wanted, [read_join(join) for join in plan.joins]):
+            logger.warning("The run does not go back to round %d: too few members have its state.", wanted.to_round)
+            return None
+        state = await asyncio.to_thread(self.states.load, wanted.to_round, wanted.state)
+        if state is None:
+            raise StateMissing(
+                f"this node does not have the state after round {wanted.to_round}, to which the run goes"
+            )
+        return Rollback(wanted.number, state)
+
+    async def kept_state(self) -> str:
+        """What a join of this node says of the rollback after this round, or of the pending one (`Join.keeps`)."""
+        wanted = self._rollback_after(self.chain.tip.state.amendments)
+        if wanted is None and (signed := self.pool.next()) is not None:
+            wanted = signed.amendment
+        if wanted is None or wanted.to_round is None:
+            return ""
+        holds = await asyncio.to_thread(self.states.holds, wanted.to_round, wanted.state)
+        return wanted.state[:16] if holds else ""
 
     @property
     def layout(self) -> ChunkLayout:

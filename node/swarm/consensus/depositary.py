@@ -19,7 +19,7 @@ from typing import Any
 from node.errors import PeerError
 from node.swarm.allreduce.reducer import ChunkLayout, chunk_hash
 from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution
-from node.swarm.consensus.context import CALL_S, Context
+from node.swarm.consensus.context import CALL_S, Context, Rules
 from node.swarm.consensus.leader_election import FASTER, leader_order
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import Deposit, Document, Plan, check_deposit, results_root, sign
@@ -238,6 +238,10 @@ class Depositary:
         self._held: dict[str, Held] = {}
         self._coming: set[str] = set()
         self._doors: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(SIDE_BY_SIDE))
+
+    def follow(self, rules: Rules) -> None:
+        """Reserve memory for contributions of these rules."""
+        self._places = places_for(rules.contribution_bytes)
 
     def clear(self) -> None:
         """Drop all deposits, because the round is over."""

@@ -83,11 +83,11 @@ class Handlers:
         join = read(document, Join)
         if document.signer != caller or join.run != self.ctx.rules.run:
             raise PeerError("a join is not the caller's, or is for another run")
-        check_join(document, self.ctx.rules.bounds, join.parent)
         if self.ctx.peer_table.is_member(caller):
             self.ballot.joined_at[caller] = self.ctx.chain.tip.round
         if join.parent != self.ctx.chain.tip.head:
             return self._elsewhere(join.parent)
+        check_join(document, self.ctx.rules.bounds, join.parent)
         self.ctx.check_join_fits(join)
         number = self.ballot.check_number(message.header.get("attempt"))
         if number < self.ballot.number:
@@ -209,7 +209,7 @@ class Handlers:
 
     async def _on_fetch(self, caller: str, message: Message) -> Message:
         wanted = message.header.get("hashes")
-        if not isinstance(wanted, list) or len(wanted) > max(self.ctx.rules.bounds.chunks):
+        if not isinstance(wanted, list) or len(wanted) > self.ctx.bounds.most_chunks:
             raise PeerError("a fetch has the wrong form")
         chosen, release = self.ctx.results.reserve(wanted, is_member=self.ctx.peer_table.is_member(caller))
         try:

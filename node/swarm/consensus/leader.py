@@ -28,6 +28,7 @@ from node.swarm.messages import (
     Proof,
     RoundOutcome,
     included_joins,
+    is_kept,
     joins_of,
     least_included,
     parse,
@@ -177,6 +178,9 @@ class Leader:
         if not reducers:
             why = "no member can be reached from outside: one of them must open a port, or a relay must join"
             raise RoundFailed(why, code="reducer_lost")
+        amendment = self._ctx.pool.next()
+        if amendment is not None and not is_kept(amendment.amendment, list(declared.values())):
+            amendment = None
         plan = Plan(
             run=self._ctx.rules.run,
             parent=attempt.parent,
@@ -186,6 +190,7 @@ class Leader:
             owners=chunk_owners(
                 len(self._ctx.layout.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])
             ),
+            amendment=amendment,
         )
         # After a crash, the next process of this node makes another plan. Members that know this one must not mix them.
         await self._save_promise(attempt)
@@ -274,6 +279,8 @@ class Leader:
         replies = await self._ask_all(attempt, busy, "average", message, self._ctx.rules.bulk_s)
         hashes: dict[int, bytes] = {}
         squares: list[list[float]] = []
+        if not busy:  # The run is paused, so there is nothing to average.
+            return hashes, []
         for peer, reply in replies.items():
             chunks = plan.chunks_of(peer)
             given = _values(bytes, reply.header.get("hashes"), len(chunks))

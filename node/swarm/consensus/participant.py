@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from node.errors import PeerError, RoundFailed
 from node.swarm.allreduce.result_feedback import ResultFeedback
@@ -20,13 +21,14 @@ from node.swarm.chain.chain import Chain, Tip
 from node.swarm.consensus.attendance import BACK_OFF_S, Attendance
 from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution, StageTimer, known_code
 from node.swarm.consensus.commit import Committed, Committer
-from node.swarm.consensus.context import Context, Rules
+from node.swarm.consensus.context import Context, KeptStates, NoStates, Rules, rules_after
 from node.swarm.consensus.depositary import Depositary, Sender
 from node.swarm.consensus.fault_hooks import FaultHooks
 from node.swarm.consensus.handlers import Handlers
 from node.swarm.consensus.leader import LOOK_S, Leader
 from node.swarm.consensus.voter import Voter
 from node.swarm.faults import Faults
+from node.swarm.governance.amendment_pool import AmendmentPool
 from node.swarm.membership.peer_table import PeerTable
 from node.swarm.messages import (
     LEAST_STEP_S,
@@ -39,6 +41,9 @@ from node.swarm.transport.wire import Wire
 
 logger = logging.getLogger(__name__)
 
+PAUSED_LOOK_S = 0.5
+MOST_EMPTY = 16
+"""While the run is paused, rounds follow each other until an amendment applies that is at most so many rounds away."""
 RETURN_GRACE_S = 30.0
 """Time for members that are ahead to send their rounds, before a node that came back replays its own."""
 
@@ -52,36 +57,62 @@ class Participant:
     """
 
     def __init__(
-        self, wire: Wire, peer_table: PeerTable, rules: Rules, chain: Chain, faults: Faults, deliver: Deliver
+        self,
+        wire: Wire,
+        peer_table: PeerTable,
+        rules: Rules,
+        chain: Chain,
+        faults: Faults,
+        deliver: Deliver,
+        pending_file: Path | None = None,
+        states: KeptStates | None = None,
     ) -> None:
-        def others() -> list[str]:
-            return [r.peer_id for r in peer_table.members() if peer_table.can_call(r)]
+        """Build the parts.
 
-        clock = asyncio.get_running_loop().time
-        self.ctx = Context(
-            wire=wire,
-            peer_table=peer_table,
-            rules=rules,
-            chain=chain,
-            hooks=FaultHooks(faults, chain, peer_table),
-            results=ResultCache(wire, peer_table, rules.result_layout_at, chain.store, rules.bulk_s, others),
-            feedback=ResultFeedback(
-                rules.feedback, rules.result_layout_at, len(rules.layouts), chain.store, chain.tip.head
-            ),
-            clock=clock,
+        Args:
+            rules: those of the manifest.
+            pending_file: keeps amendments that are pending over a restart.
+            states: the states to which a rollback can go back; None for none.
+        """
+        charter = rules.amended.charter if rules.amended is not None else None
+        self.pool = AmendmentPool(
+            wire, peer_table, charter, lambda: (chain.tip.state.amendments, chain.tip.round + 1), pending_file
         )
-        self.ballot = Ballot(chain, peer_table, clock)
-        self.stages = StageTimer(clock)
+        self._followed = rules_after(rules, chain.tip).paused(False)
+        """The rules that the parts of this node follow."""
+        self.ctx = self._make_context(wire, peer_table, rules, chain, faults, states or NoStates())
+        self.ballot = Ballot(chain, peer_table, self.ctx.clock)
+        self.stages = StageTimer(self.ctx.clock)
         self.sender = Sender(self.ctx, self.ballot)
         self.depositary = Depositary(self.ctx)
         self.committer = Committer(self.ctx, self.ballot, self.stages, self._on_commit)
         leader = Leader(self.ctx, self.ballot, self.committer)
         voter = Voter(self.ctx, self.ballot, self.committer)
         self._attendance = Attendance(self.ctx, self.ballot, self.stages, self.committer, voter, self.sender)
-        handlers = Handlers(self.ctx, self.ballot, voter, leader, self.depositary)
+        self._handlers = Handlers(self.ctx, self.ballot, voter, leader, self.depositary)
         self._deliver = deliver
         self._offered = asyncio.Event()
-        wire.serve(handlers.services())
+        wire.serve(self._handlers.services())
+
+    def _make_context(
+        self, wire: Wire, peer_table: PeerTable, rules: Rules, chain: Chain, faults: Faults, states: KeptStates
+    ) -> Context:
+        def others() -> list[str]:
+            return [r.peer_id for r in peer_table.members() if peer_table.can_call(r)]
+
+        now = self._followed
+        return Context(
+            wire=wire,
+            peer_table=peer_table,
+            manifest_rules=rules,
+            chain=chain,
+            hooks=FaultHooks(faults, chain, peer_table),
+            results=ResultCache(wire, peer_table, now.result_layout_at, chain.store, now.bulk_s, others),
+            feedback=ResultFeedback(now.feedback, now.result_layout_at, len(now.layouts), chain.store, chain.tip.head),
+            pool=self.pool,
+            states=states,
+            clock=asyncio.get_running_loop().time,
+        )
 
     def offer(self, contribution: LocalContribution) -> None:
         """Take part in the round after the contribution's parent. A newer offer replaces an older one."""
@@ -99,6 +130,19 @@ class Participant:
         """Continue from a downloaded state."""
         self.committer.restart_at(tip)
         self.depositary.clear()
+        self.pool.round_over()
+        self._follow_rules()
+
+    def _follow_rules(self) -> None:
+        """Adjust the parts that keep sizes and layouts, if the rules of the new round are others."""
+        ctx, rules = self.ctx, self.ctx.rules.paused(False)
+        if rules == self._followed:
+            return
+        self._followed = rules
+        ctx.results.follow(rules.result_layout_at, rules.bulk_s)
+        ctx.feedback.follow(rules.feedback, rules.result_layout_at, len(rules.layouts))
+        self.depositary.follow(rules)
+        ctx.wire.serve(self._handlers.services())
 
     def _on_commit(self, committed: Committed) -> None:
         outcome, proof = committed.outcome, committed.tip.proof
@@ -106,6 +150,8 @@ class Participant:
         uplinks = {peer: join.upload_bytes_s for peer, join in joins.items()}
         self.sender.round_over(outcome.plan, uplinks, outcome.included)
         self.depositary.clear()
+        self.pool.round_over()
+        self._follow_rules()
         self._deliver(committed)
 
     async def run(self) -> None:
@@ -117,6 +163,22 @@ class Participant:
             mine = ballot.mine
             if mine is not None and mine.parent == ctx.chain.tip.head:
                 await self._take_part(mine)
+
+    async def accept_amendments(self) -> None:
+        """While the run is paused, take part in the rounds that accept amendments. Runs for ever."""
+        while True:
+            await asyncio.sleep(PAUSED_LOOK_S)
+            tip = self.ctx.chain.tip
+            if self.ctx.rules.is_paused and not self.ballot.offers(tip.head) and self._must_go_on(tip):
+                step_s = tip.round_s / tip.inner_steps if tip.round_s else 1.0
+                self.offer(LocalContribution(tip.head, (), tokens=1, step_s=step_s, norm=0.0))
+
+    def _must_go_on(self, tip: Tip) -> bool:
+        """Whether a paused run needs another round: for a pending amendment, or until an accepted one applies."""
+        amended, next_round = self.ctx.manifest_rules.amended, tip.round + 1
+        assert amended is not None  # Otherwise, the run could not be paused.
+        starts = amended.starts(tip.state.amendments)
+        return self.pool.next() is not None or any(next_round < start <= next_round + MOST_EMPTY for start in starts)
 
     async def _take_part(self, mine: LocalContribution) -> None:
         ctx, ballot = self.ctx, self.ballot
@@ -174,6 +236,7 @@ class Participant:
             settle_s=min(max(mine.settle_s, 0.0), MOST_SETTLE_S),
             evaluation_loss=mine.evaluation_loss,
             training_loss=mine.training_loss,
+            keeps=await ctx.kept_state(),
         )
         join = ctx.hooks.join(ctx.peer_table.identity, content)
         if attempt.number > 0:

@@ -26,14 +26,14 @@ from node.swarm.chain.fork_choice import (
     is_heavier,
     links_after,
     overlapping,
-    read_links,
     weight,
 )
+from node.swarm.consensus.context import StateMissing
 from node.swarm.consensus.participant import Participant
 from node.swarm.membership.peer_table import PeerRecord, while_live
 from node.swarm.messages import Proof, parse
 from node.swarm.state_sync.providers import Target, is_outvoted
-from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, SERVING_PHASES, ChainServer
+from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, SERVING_PHASES, ChainServer, links_of
 from node.swarm.transport.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,11 @@ class ResyncCause:
         """What to download: a state with this number of parameters, of the run with this initial state."""
         known = self.heads, self.links, self.preferred
         return Target(parameters, initial_digest, self.avoid, self.own_tokens, *known, moments)
+
+
+def _progress(record: PeerRecord) -> tuple[int, int]:
+    """How far a peer claims to be. Rounds of a paused run add no tokens."""
+    return record.swarm_tokens, record.round
 
 
 class CatchUp:
@@ -161,7 +166,7 @@ class CatchUp:
         """Catch up once, at the start. If a peer is at the same head, take over the age of the round from it."""
         tokens = self._ctx.chain.tip.state.tokens
         serving = [r for r in self._peer_table.others() if r.phase in SERVING_PHASES and r.swarm_tokens >= tokens]
-        await self.replay(sorted(serving, key=lambda r: r.swarm_tokens, reverse=True))
+        await self.replay(sorted(serving, key=_progress, reverse=True))
 
     def _peers_elsewhere(self) -> list[PeerRecord]:
         """Peers that may be on a better chain; most tokens first.
@@ -178,7 +183,7 @@ class CatchUp:
             return record.round >= oldest or (-record.swarm_tokens, record.head) < (-tip.state.tokens, tip.head)
 
         elsewhere = [record for record in self._peer_table.others() if may_be_better(record)]
-        return sorted(elsewhere, key=lambda r: r.swarm_tokens, reverse=True)
+        return sorted(elsewhere, key=_progress, reverse=True)
 
     async def replay(self, peers: Sequence[PeerRecord]) -> bool:
         """Ask these peers in turn for rounds after this node's head, and adopt the rounds of the first that has some.
@@ -188,6 +193,7 @@ class CatchUp:
         their chains and this node's.
         """
         has_led, is_unserved, unrelated = False, False, list[tuple[PeerRecord, Message]]()
+        lacks_state = False
         old_head = self._ctx.chain.tip.head
         for record in peers:
             tip = self._ctx.chain.tip
@@ -196,6 +202,7 @@ class CatchUp:
             except SwarmError as exc:
                 logger.info("This node could not catch up from peer %s: %s", record.peer_id[-6:], exc)
                 is_unserved |= isinstance(exc, RoundFailed)  # A peer could refuse with any code.
+                lacks_state |= isinstance(exc, StateMissing)
                 continue
             has_moved = self._ctx.chain.tip is not tip
             if reply.header.get("light") is True and not has_moved:
@@ -211,7 +218,9 @@ class CatchUp:
         for record, reply in unrelated:
             if self._ctx.chain.tip.head != old_head or await self._has_lost_to(record, reply):
                 break
-        if is_unserved and self._ctx.chain.tip.head == old_head:
+        if lacks_state and self._ctx.chain.tip.head == old_head:
+            self._lose("the run has gone back to a state that this node does not have", "far_behind")
+        elif is_unserved and self._ctx.chain.tip.head == old_head:
             self._wait_for_result(old_head)
         return has_led
 
@@ -258,7 +267,7 @@ class CatchUp:
         tip, peer_id = self._ctx.chain.tip, record.peer_id
         heads = heads_of(tip.links, tip.head)
         try:
-            theirs = await asyncio.to_thread(read_links, reply.blobs, self._ctx.rules.bounds)
+            theirs = await asyncio.to_thread(links_of, reply, self._ctx.manifest_rules)
         except PeerError as exc:
             logger.info("Peer %s sent invalid light proofs of its chain: %s", peer_id[-6:], exc)
             self._wire.traffic.reject(exc)

@@ -24,12 +24,12 @@ from node.diloco.outer import OuterState
 from node.errors import PeerError, TransferFailed
 from node.host.disk_quota import Room, any_room
 from node.swarm.chain.chain import Tip
-from node.swarm.chain.fork_choice import Link, read_links
+from node.swarm.chain.fork_choice import Link
 from node.swarm.consensus.context import Rules
 from node.swarm.membership.peer_table import PeerTable
 from node.swarm.state_sync.partial_download import PartialState, partial_downloads, remove_partial_downloads
 from node.swarm.state_sync.providers import AvailableState, ProviderSearch, Target
-from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, Snapshot, verified_tip
+from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, Snapshot, links_of, verified_tip
 from node.swarm.transport.wire import Message, Wire
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class Downloader:
 
     def _read(self, partial: PartialState, snapshot: Snapshot, credit: CreditTable, now_s: float) -> Tip:
         anchor, momentum = partial.load()
-        state = OuterState(anchor, momentum, snapshot.round, snapshot.tokens, credit)
+        state = OuterState(anchor, momentum, snapshot.round, snapshot.tokens, credit, snapshot.amendments)
         return verified_tip(state, snapshot.head, snapshot.proof, self._rules, now_s)
 
     async def _links_to(self, tip: Tip, peers: Sequence[str]) -> tuple[Link, ...]:
@@ -205,7 +205,7 @@ class Downloader:
         for peer in peers[:MAX_TRIES] if tip.proof else ():
             try:
                 reply = await self._wire.call(peer, "chain", Message({"heads": []}), timeout_s=CHAIN_TIMEOUT_S)
-                links = await asyncio.to_thread(read_links, reply.blobs, self._rules.bounds)
+                links = await asyncio.to_thread(links_of, reply, self._rules)
             except PeerError as exc:
                 logger.info("Peer %s did not send the light proofs of its chain: %s", peer[-6:], exc)
                 continue

@@ -24,11 +24,11 @@ from node.diloco.credit import EMPTY
 from node.diloco.digest import HASH_BYTES, root_digest, tree_slices
 from node.errors import PeerError
 from node.swarm.chain.chain import Tip
-from node.swarm.chain.fork_choice import Link, continued, heads_of, links_after, read_links
+from node.swarm.chain.fork_choice import Link, continued, heads_of, links_after
 from node.swarm.consensus.context import Rules
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.messages import Proof, check_light, parse, voters
-from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, SERVING_PHASES, Snapshot, joins_at
+from node.swarm.messages import Proof, joins_of, parse, voters
+from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, SERVING_PHASES, Snapshot, joins_at, links_of
 from node.swarm.transport.wire import MALFORMED_ERRORS, MAX_REPLY_BYTES, Message, Wire
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class ProviderSearch:
         request = Message({"heads": list(heads), "light": True})
         try:
             reply = await self._wire.call(peer, "chain", request, timeout_s=CHAIN_TIMEOUT_S)
-            return await asyncio.to_thread(read_links, reply.blobs, self._rules.bounds)
+            return await asyncio.to_thread(links_of, reply, self._rules)
         except PeerError as exc:
             logger.debug("Peer %s did not send the rounds of its chain: %s", peer[-6:], exc)
             return ()
@@ -287,8 +287,7 @@ class ProviderSearch:
             proof = parse(Proof, following.text)
             has_majority = 2 * len(voters(proof).intersection(state.tokens)) > len(state.tokens)
             if has_majority or links is target.links:
-                _, joins = check_light(proof, self._rules.bounds)
-                if any(join.state != snapshot.digest for join in joins.values()):
+                if any(join.state != snapshot.digest for join in joins_of(proof.outcome).values()):
                     logger.warning(
                         "A false state of round %d is refused: the next round names another.", snapshot.round
                     )
@@ -333,7 +332,9 @@ class ProviderSearch:
             return None
         try:
             snapshot = read_snapshot(reply, target)
-            joins = await asyncio.to_thread(joins_at, snapshot.head, snapshot.round, snapshot.proof, self._rules)
+            joins = await asyncio.to_thread(
+                joins_at, snapshot.head, snapshot.round, snapshot.proof, self._rules, snapshot.amendments
+            )
         except (PeerError, *MALFORMED_ERRORS) as exc:
             self._wire.traffic.reject(exc if isinstance(exc, PeerError) else PeerError("a wrong form"))
             logger.warning("Peer %s offers an invalid state: %s.", peer[-6:], exc)
@@ -356,7 +357,7 @@ def _is_wanted(snapshot: Snapshot, target: Target) -> bool:
 
 def read_snapshot(reply: Message, target: Target) -> Snapshot:
     """Parse and check the description of a state. Raises PeerError, or one of `MALFORMED_ERRORS`."""
-    joined, proof, credit_root = reply.blobs
+    joined, proof, credit_root, amendments = reply.blobs
     leaves = [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
     fields = {"round": int, "head": str, "tokens": int, "digest": str}
     if not all(type(reply.header.get(name)) is kind for name, kind in fields.items()):
@@ -366,6 +367,7 @@ def read_snapshot(reply: Message, target: Target) -> Snapshot:
         leaves=leaves,
         proof=parse(Proof, proof) if proof else None,
         credit_root=credit_root,
+        amendments=amendments,
     )
     if len(leaves) != len(target.slices):
         raise PeerError("a state has the wrong number of leaves", code="bad_size")
@@ -373,7 +375,8 @@ def read_snapshot(reply: Message, target: Target) -> Snapshot:
         raise PeerError("a state's table of credit has a root of the wrong size", code="bad_size")
     if (credit_root == EMPTY.root) != (snapshot.tokens == 0):
         raise PeerError("a state's table of credit is not that of its tokens")
-    digest = root_digest(snapshot.round, snapshot.tokens, target.parameters, leaves, credit_root, target.moments)
+    parts = leaves, credit_root, target.moments, amendments
+    digest = root_digest(snapshot.round, snapshot.tokens, target.parameters, *parts)
     if digest != snapshot.digest:
         raise PeerError("a state's leaves do not have its digest")
     if snapshot.proof is None and target.initial_digest not in (None, snapshot.digest):

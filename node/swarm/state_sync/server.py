@@ -16,7 +16,7 @@ from node.errors import PeerError
 from node.status import Channel, Phase
 from node.swarm.chain.chain import Tip, make_tip
 from node.swarm.chain.fork_choice import MAX_LINKS, Link, heads_of, links_after, read_links
-from node.swarm.consensus.context import Context, Rules
+from node.swarm.consensus.context import Context, KeptStates, Rules
 from node.swarm.messages import Join, Proof, check_proof, included_joins
 from node.swarm.transport.wire import Message, Service, Wire
 
@@ -46,6 +46,8 @@ class Snapshot:
     """The commit certificate of `head`; None for the initial state."""
     credit_root: bytes = EMPTY.root
     """Root of the table of credit, which is the part after the last leaf."""
+    amendments: bytes = b""
+    """The accepted amendments (`config.amendments.encode_list`)."""
 
 
 class StateSource(Protocol):
@@ -64,16 +66,22 @@ class StateSource(Protocol):
         """The oldest round from which a joiner, or this node after a crash, will replay."""
 
 
-def joins_at(head: str, round: int, proof: Proof | None, rules: Rules) -> Mapping[str, Join]:
+class KeptSource(StateSource, KeptStates, Protocol):
+    """Checkpoints that this node serves, and to which a rollback can go back."""
+
+
+def joins_at(head: str, round: int, proof: Proof | None, rules: Rules, amendments: bytes = b"") -> Mapping[str, Join]:
     """The joins that the record at `head` includes. Raises PeerError if the proof does not lead to that head.
 
     Only the initial state has no proof. It is of any round, because a run may be founded from a state of another run.
+    `rules` are those of the manifest, and `amendments` are those of the state at the head.
     """
+    rules.check_amendments(amendments)
     if proof is None:
         if head != rules.run:
             raise PeerError("a state comes without proof of its round")
         return {}
-    outcome, joins = check_proof(proof, rules.bounds)
+    outcome, joins = check_proof(proof, rules.bounds_in(amendments))
     if proof.outcome.hash != head or outcome.round != round:
         raise PeerError("a state's proof is for another round")
     return included_joins(outcome, joins)
@@ -86,10 +94,12 @@ def verified_tip(
 
     `links` are the rounds that led to the head, if they are known.
     """
-    included = joins_at(head, state.round, proof, rules)
+    amendments = state.amendments
+    included = joins_at(head, state.round, proof, rules, amendments)
     if not links and proof is not None:
-        links = read_links([proof.model_dump_json()], rules.bounds)
-    return make_tip(state, head, proof, rules.outer, included, now_s, links)
+        links = read_links([proof.model_dump_json()], rules.bounds_in(amendments))
+    outer, next_outer = (rules.at(amendments, round_).outer for round_ in (state.round, state.round + 1))
+    return make_tip(state, head, proof, outer, included, now_s, links, next_outer)
 
 
 class StateServer:
@@ -129,7 +139,7 @@ class StateServer:
         if message.header.get("brief") is True:
             return Message(header)
         proof = snapshot.proof.model_dump_json().encode() if snapshot.proof else b""
-        return Message(header, [b"".join(snapshot.leaves), proof, snapshot.credit_root])
+        return Message(header, [b"".join(snapshot.leaves), proof, snapshot.credit_root, snapshot.amendments])
 
     async def _on_leaf(self, caller: str, message: Message) -> Message:
         digest, index = message.header.get("digest"), message.header.get("index")
@@ -169,12 +179,28 @@ class ChainServer:
             raise PeerError("a request for a chain has the wrong form")
         tip, newest = self._ctx.chain.tip, heads[0] if heads else ""
         header = {"head": tip.head, "age_s": self._ctx.age_s, "light": False}
+        amendments = {"amendments": tip.state.amendments} if tip.state.amendments else {}
         proofs = self._ctx.chain.proofs_after(newest)
         if (proofs or newest == tip.head) and message.header.get("light") is not True:
             return Message(header, _first(proofs))
         known = set(heads_of(tip.links, tip.head))
         common = next((head for head in heads if head in known), "")
-        return Message(header | {"light": True}, [link.text.encode() for link in links_after(tip.links, common)])
+        return Message(
+            header | amendments | {"light": True}, [link.text.encode() for link in links_after(tip.links, common)]
+        )
+
+
+def links_of(reply: Message, rules: Rules) -> tuple[Link, ...]:
+    """Check and return the light proofs of a reply to `chain`. Raises PeerError. Slow.
+
+    The peer also sends the amendments of its chain, which decide how many members and chunks each round had. `rules`
+    are those of the manifest.
+    """
+    amendments = reply.header.get("amendments", b"")
+    if not isinstance(amendments, bytes):
+        raise PeerError("the amendments of a chain have the wrong form")
+    rules.check_amendments(amendments)
+    return read_links(reply.blobs, rules.bounds_in(amendments))
 
 
 def _first(proofs: Sequence[Proof]) -> list[bytes]:

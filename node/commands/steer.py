@@ -1,0 +1,185 @@
+"""Steers a running run: signs amendments with the founder's key, or with one of several keys, and submits them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from node.commands.client import Client
+from node.config.amendments import CHANGEABLE, Action, Amendment, AmendmentError, SignedAmendment
+from node.config.loader import check_value, nearest
+from node.errors import DataFolderError, UsageError
+from node.status import AmendmentInfo, GovernanceInfo
+from node.swarm.governance.charter import add_signature, sign_amendment
+from node.swarm.identity import Identity, load_identity
+
+LEAST_AHEAD = 2
+"""The round that is being agreed on can accept an amendment of the next one."""
+USUAL_AHEAD = 4
+"""By default, an amendment applies from this many rounds after the last one, so that all members know it by then."""
+WAIT_S = 10.0
+LOOK_S = 0.2
+
+
+def read_key(data_dir: Path, file: Path | None) -> Identity:
+    """The key of the node of this data folder, or of another key file. Raises UsageError if there is none."""
+    path = data_dir / "identity.key" if file is None else file.expanduser()
+    try:
+        if not path.is_file():
+            raise UsageError(f"There is no key in {path}: name the key file with --key.")
+        return load_identity(path)
+    except OSError as exc:
+        raise DataFolderError(f"{path} cannot be read ({exc.strerror}): run the command as its user.") from exc
+
+
+def parse_changes(words: Sequence[str]) -> dict[str, Any]:
+    """Parse `KEY=VALUE` words. The keys may begin with `run.`. Raises UsageError."""
+    changes: dict[str, Any] = {}
+    for word in words:
+        key, has_value, text = word.partition("=")
+        key = key.removeprefix("run.")
+        if not has_value:
+            raise UsageError(f"{word!r} is no change: write KEY=VALUE, such as inner.lr=2e-4.")
+        if key not in CHANGEABLE:
+            raise UsageError(
+                f"run.{key} cannot be changed while the run runs: the nearest key that can is "
+                f"{nearest(key, CHANGEABLE)}."
+            )
+        try:
+            value = check_value(f"run.{key}", text)
+        except ValueError as exc:
+            raise UsageError(f"run.{key} = {text!r} is not allowed: {exc}.") from exc
+        changes[key] = json.loads(json.dumps(value, default=lambda table: table.model_dump(mode="json")))
+    if not changes:
+        raise UsageError("Name what to change: `diloco-node steer amend KEY=VALUE ...`.")
+    return changes
+
+
+def read_target(data_dir: Path, word: str) -> dict[str, Any]:
+    """The content of a rollback to this round, of which this node has a checkpoint. Raises UsageError."""
+    from node.training.checkpoint import CheckpointStore
+
+    store = CheckpointStore(data_dir / "checkpoints", keep=1)
+    kept = [str(round_) for round_ in store.rounds()]
+    digest = store.digest_at(int(word)) if word in kept else ""
+    if not digest:
+        raise UsageError(
+            f"This node has no checkpoint of round {word}: choose one of {', '.join(kept) or 'none'}. "
+            "checkpoint.keep says how many are kept."
+        )
+    return {"to_round": int(word), "state": digest}
+
+
+def draft(client: Client, action: str, content: dict[str, Any], from_round: int | None) -> Amendment:
+    """The next amendment of the run of this node. Raises UsageError if the run cannot be amended so.
+
+    `content` has the fields of `Amendment` that belong to the action.
+    """
+    info = governance(client)
+    if info.mode == "fixed":
+        raise UsageError("Nobody may amend this run: its founder chose run.governance = fixed.")
+    last = max(info.round, int(client.status()["run"]["swarm_round"]))
+    # No round of a paused run follows by itself, so a change applies from the next one on.
+    usual = last + (LEAST_AHEAD if info.is_paused else USUAL_AHEAD)
+    from_round = usual if from_round is None else from_round
+    if from_round < last + LEAST_AHEAD:
+        raise UsageError(f"--from-round {from_round} is too early: the first round to change is {last + LEAST_AHEAD}.")
+    numbers = [one.number for one in info.amendments]
+    try:
+        return Amendment(
+            run=info.run,
+            number=max(numbers, default=0) + 1,
+            from_round=from_round,
+            action=cast(Action, action),
+            **content,
+        )
+    except ValidationError as exc:
+        raise UsageError(f"The amendment is not valid: {exc.errors()[0]['msg']}.") from exc
+
+
+def governance(client: Client) -> GovernanceInfo:
+    info = GovernanceInfo.model_validate(client.amendments())
+    if not info.run:
+        raise UsageError("The node is not in its run yet: try again later.")
+    return info
+
+
+def sign(client: Client, identity: Identity, amendment: Amendment) -> tuple[SignedAmendment, int]:
+    """Sign an amendment. Returns it with the number of signatures that it still needs. Raises UsageError."""
+    info = governance(client)
+    if identity.peer_id not in info.keys:
+        raise UsageError(
+            f"The key {identity.peer_id} may not amend this run: use --key FILE with the key of one of "
+            f"{', '.join(info.keys)}."
+        )
+    signed = sign_amendment(identity, amendment)
+    return signed, info.threshold - len(signed.signatures)
+
+
+def write(path: Path, signed: SignedAmendment) -> None:
+    try:
+        path.expanduser().write_text(signed.model_dump_json() + "\n", encoding="utf-8")
+    except OSError as exc:
+        raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder of yours.") from exc
+
+
+def read(path: Path) -> tuple[SignedAmendment, Amendment]:
+    """Read a file that `write` has written. Raises UsageError."""
+    try:
+        signed = SignedAmendment.model_validate_json(path.expanduser().read_bytes())
+        return signed, signed.amendment
+    except OSError as exc:
+        raise UsageError(f"{path} cannot be read: {exc.strerror}.") from exc
+    except (ValidationError, AmendmentError) as exc:
+        raise UsageError(f"{path} holds no amendment: use a file that `diloco-node steer` has written.") from exc
+
+
+def sign_file(path: Path, identity: Identity) -> str:
+    """Add a signature to a file. Returns what was signed."""
+    signed, amendment = read(path)
+    write(path, add_signature(identity, signed))
+    return f"Signed amendment {amendment.number}: {amendment.describe()}, from round {amendment.from_round}."
+
+
+def submit(client: Client, signed: SignedAmendment, sleep: Callable[[float], None] = time.sleep) -> str:
+    """Submit an amendment, and wait until the node has checked it. Returns a sentence. Raises UsageError if refused."""
+    digest = hashlib.sha256(signed.text.encode()).hexdigest()
+    before = len([one for one in governance(client).refused if one.digest == digest])
+    client.submit_amendment(signed.model_dump())
+    for _ in range(round(WAIT_S / LOOK_S)):
+        info = governance(client)
+        for one in info.amendments:
+            if one.digest == digest:
+                return f"Amendment {_line(one)}."
+        refused = [one.reason for one in info.refused if one.digest == digest]
+        if len(refused) > before:
+            raise UsageError(f"The node refuses the amendment: {refused[-1]}.")
+        sleep(LOOK_S)
+    return "The amendment is submitted, but the node has not answered yet: see `diloco-node steer`."
+
+
+def describe(info: GovernanceInfo) -> str:
+    """Who may amend a run, and its amendments."""
+    who = {
+        "fixed": "nobody",
+        "founder": f"the founder's key {', '.join(info.keys)}",
+        "keys": f"{info.threshold} of these {len(info.keys)} keys: {', '.join(info.keys)}",
+    }[info.mode]
+    lines = [
+        f"Run        {info.run}",
+        f"May amend  {who}",
+        f"State      {'paused' if info.is_paused else 'running'} after round {info.round}",
+        *(f"Amendment  {_line(one)}" for one in info.amendments),
+    ]
+    return "\n".join(lines)
+
+
+def _line(one: AmendmentInfo) -> str:
+    state = "pending" if one.accepted_round is None else f"accepted by round {one.accepted_round}"
+    return f"{one.number} is {state}: {one.change}, from round {one.from_round}, signed by {', '.join(one.signers)}"

@@ -1,0 +1,1 @@
+"""Governance: who may change a running run, and how a signed change reaches all members."""

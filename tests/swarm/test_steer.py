@@ -1,0 +1,91 @@
+"""A founder steers a run of real nodes: changes apply on all of them, a late node included, and no round is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, common_rounds, environment, tiny
+
+
+def steer(node: Node, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "node.cli", "steer", *words, "--data-dir", str(node.folder)],
+        env=environment({}), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def amendments(node: Node) -> list[dict[str, Any]]:
+    return list(node.http.get("/api/v1/amendments").json()["amendments"])
+
+
+def until_in_force(node: Node, number: int) -> dict[str, Any]:
+    """Wait until the round after the node's tip is one to which this amendment applies."""
+
+    def is_in_force(status: dict[str, Any]) -> bool:
+        known = [one for one in amendments(node) if one["number"] == number and one["accepted_round"] is not None]
+        return bool(known) and bool(status["run"]["round"] + 1 >= known[0]["from_round"])
+
+    return node.until(is_in_force, PATIENCE * START_S)
+
+
+@pytest.mark.timeout(420)
+def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
+    run = tiny(round={"min_peers": 2, "inner_steps": 40}, governance="founder", total_tokens=10**9)
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        keep = "--checkpoint.keep=16"
+        founder = swarm.found(keep)
+        (second,) = swarm.join("second", flags=[keep])
+        founder.until_round(1)
+        assert "pending" in (said := steer(founder, "amend", "total_tokens=2000000000", "inner.lr=2e-4")) or (
+            "accepted" in said
+        )
+        for node in (founder, second):
+            assert until_in_force(node, 1)["run"]["total_tokens"] == 2 * 10**9
+        # Other text and another encoding need another trainer on each node.
+        steer(founder, "amend", "inner.sequence_length=32", "sync.codec=fp32")
+        for node in (founder, second):
+            until_in_force(node, 2)
+        founder.until_round(founder.status()["run"]["round"] + 2)
+        steer(founder, "pause")
+        for node in (founder, second):
+            node.until(lambda status: status["run"]["is_paused"] and status["code"] == "run_paused", START_S * PATIENCE)
+        paused = founder.status()
+        (late,) = swarm.join("late", flags=[keep])
+        late.until(lambda status: status["code"] == "run_paused", START_S * PATIENCE)
+        assert late.status()["run"]["state_digest"] == founder.status()["run"]["state_digest"]
+        assert founder.status()["run"]["swarm_tokens"] == paused["run"]["swarm_tokens"]
+        steer(founder, "resume")
+        nodes = (founder, second, late)
+        for node in nodes:
+            until_in_force(node, 4)
+        last = founder.until_round(founder.status()["run"]["round"] + 3)["run"]["round"]
+        late.until_round(last)
+        second.until_round(last)
+        assert len({str(amendments(node)) for node in nodes}) == 1
+        shared = common_rounds(nodes)
+        assert shared and all(len(digests) == 1 for digests in shared.values())
+        assert any("Amendment 1 by" in entry["text"] for entry in second.http.get("/api/v1/journal").json()["entries"])
+        kept = sorted(checkpoint_round(path) for path in founder.checkpoints())
+        steer(founder, "rollback", str(kept[-2]), "--from-round", str(founder.status()["run"]["round"] + 12))
+        for node in nodes:
+            until_in_force(node, 5)
+        tokens = founder.status()["run"]["swarm_tokens"]
+        last = founder.until_round(founder.status()["run"]["round"] + 3)["run"]["round"]
+        for node in nodes:
+            node.until_round(last)
+        assert founder.status()["run"]["swarm_tokens"] > tokens, "no token that was trained is taken away"
+        shared = common_rounds(nodes)
+        assert shared and all(len(digests) == 1 for digests in shared.values())
+        for node in (founder, second):
+            assert any("taken the run back" in line["message"] for line in node.logs(1000))
+        steer(founder, "stop")
+        for node in nodes:
+            assert node.wait_end(PATIENCE * START_S) == 0
+            assert "stopped by an amendment" in node.said()

@@ -1,0 +1,149 @@
+"""Pending amendments: what a node keeps, sends on, drops and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node.config.amendments import SignedAmendment
+from node.config.manifest import RunConfig
+from node.errors import PeerError
+from node.swarm.governance.amendment_pool import MOST_AHEAD, AmendmentPool
+from node.swarm.governance.charter import AmendmentRefused, Charter, sign_amendment
+from node.swarm.transport.wire import MALFORMED_ERRORS, Message
+from tests.unit.test_amendments import FOUNDER, OTHER, RUN, SETTINGS, Forger, accepted, amendment
+
+
+class Peers:
+    """A wire and a peer table of some peers. A call to a peer that is away fails."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.away, self.peer_id = list(names), set[str](), "me"
+        self.got: dict[str, list[SignedAmendment]] = {name: [] for name in names}
+        self.services: dict[str, Any] = {}
+
+    def others(self) -> list[Any]:
+        return [SimpleNamespace(peer_id=name) for name in self.names]
+
+    def knows(self, peer: str) -> bool:
+        return peer in self.names
+
+    def serve(self, services: dict[str, Any]) -> None:
+        self.services |= services
+
+    async def call(self, peer: str, verb: str, message: Message, *, timeout_s: float) -> Message:
+        assert verb == "amendment" and timeout_s > 0
+        if peer in self.away:
+            raise PeerError("gone", code="unreachable")
+        self.got[peer].append(SignedAmendment.model_validate_json(message.blobs[0]))
+        return Message()
+
+
+def pool_of(peers: Peers, known: bytes = b"", round_: int = 0, file: Path | None = None, **more: Any) -> AmendmentPool:
+    peers_: Any = peers
+    charter = more.get("charter", Charter(RUN, SETTINGS))
+    return AmendmentPool(peers_, peers_, charter, lambda: (known, round_), file)
+
+
+def test_each_of_a_thousand_bad_amendments_is_counted_and_none_is_pending() -> None:
+    known = accepted(amendment(1, 10), amendment(2, 11, "pause"), amendment(3, 12, "resume"))
+    peers, rng = Peers("a"), random.Random(3)
+    pool, counted = pool_of(peers, known, 20), Counter[str]()
+
+    async def push(signed: SignedAmendment) -> None:
+        blob = signed.model_dump_json().encode()
+        with pytest.raises((PeerError, *MALFORMED_ERRORS)):
+            await peers.services["amendment"].handler("a", Message(blobs=[blob]))
+
+    for _ in range(1000):
+        kind, signed = Forger(rng, known, 20).draw()
+        if kind != "early":  # A node keeps a few of these until the ones before them arrive.
+            counted[kind] += 1
+            asyncio.run(push(signed))
+    assert pool.refused == counted and pool.pending == []
+    assert pool.next() is None
+
+
+def test_an_amendment_is_sent_to_all_peers_and_later_to_those_that_missed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.swarm.governance.amendment_pool.PUSH_S", 0.01)
+    peers = Peers("a", "b", "c")
+    peers.away = {"b"}
+
+    async def run() -> None:
+        pool = pool_of(peers)
+        task = asyncio.create_task(pool.run())
+        signed = sign_amendment(FOUNDER, amendment())
+        assert pool.add(signed) and not pool.add(signed)
+        while not peers.got["a"] or not peers.got["c"]:  # noqa: ASYNC110 - bounded by `wait_for`
+            await asyncio.sleep(0.01)
+        assert peers.got["b"] == []
+        peers.away.clear()
+        while not peers.got["b"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert {one.text for got in peers.got.values() for one in got} == {signed.text}
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_the_next_amendment_waits_for_those_before_it() -> None:
+    pool = pool_of(Peers())
+    second = sign_amendment(FOUNDER, amendment(2))
+    assert pool.add(second) and pool.next() is None
+    first = sign_amendment(FOUNDER, amendment(1))
+    assert pool.add(first) and pool.next() == first
+    assert pool.pending == [first, second]
+    with pytest.raises(AmendmentRefused):
+        pool.add(sign_amendment(FOUNDER, amendment(MOST_AHEAD + 2)))
+    with pytest.raises(AmendmentRefused):
+        pool.add(sign_amendment(FOUNDER, amendment(2, 77)))
+    assert pool.refused == {"early": 1, "conflicting": 1}
+
+
+def test_what_a_round_has_accepted_or_overtaken_is_dropped() -> None:
+    peers: Any = Peers()
+    state = [(b"", 0)]
+    pool = AmendmentPool(peers, peers, Charter(RUN, SETTINGS), lambda: state[0])
+    first, second = sign_amendment(FOUNDER, amendment(1, 5)), sign_amendment(FOUNDER, amendment(2, 3))
+    pool.add(first)
+    pool.add(second)
+    state[0] = accepted(amendment(1, 5)), 1
+    pool.round_over()
+    assert pool.pending == [second] and pool.next() == second and not pool.refused
+    state[0] = state[0][0], 3
+    pool.round_over()
+    assert pool.pending == [] and pool.refused == {"late": 1}
+
+
+def test_pending_amendments_survive_a_restart(tmp_path: Path) -> None:
+    file, signed = tmp_path / "amendments.json", sign_amendment(FOUNDER, amendment())
+
+    async def run(*, adds: bool) -> list[SignedAmendment]:
+        pool = pool_of(Peers(), file=file)
+        task = asyncio.create_task(pool.run())
+        if adds:
+            pool.add(signed)
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            if pool.pending and (not adds or file.exists()):
+                break
+        task.cancel()
+        return pool.pending
+
+    assert asyncio.run(run(adds=True)) == asyncio.run(run(adds=False)) == [signed]
+    file.write_text("{damaged")
+    assert asyncio.run(run(adds=False)) == []
+
+
+def test_a_fixed_run_keeps_nothing() -> None:
+    for charter in (None, Charter(RUN, RunConfig())):
+        pool = pool_of(Peers(), charter=charter)
+        with pytest.raises(AmendmentRefused):
+            pool.add(sign_amendment(OTHER, amendment()))
+        assert pool.refused == {"forged": 1} and pool.pending == []

@@ -1,0 +1,206 @@
+"""The command `steer` with a stand-in for the node, which checks amendments as a member does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node import cli
+from node.config.amendments import SignedAmendment, decode_list
+from node.config.manifest import RunConfig
+from node.status import AmendmentInfo, GovernanceInfo, RefusedAmendment
+from node.swarm.governance.charter import AmendmentRefused, Charter
+from node.swarm.identity import load_identity
+
+RUN, LAST = "ab" * 32, 20
+
+
+class Node:
+    """Stands for the client of a node whose run accepts amendments at once."""
+
+    def __init__(self, settings: RunConfig) -> None:
+        self.settings, self.charter, self.accepted = settings, Charter(RUN, settings), b""
+        self.refused: list[RefusedAmendment] = []
+        self.is_paused = False
+
+    def __call__(self, _folder: Path) -> Node:
+        return self
+
+    def status(self) -> dict[str, Any]:
+        return {"run": {"swarm_round": LAST}}
+
+    def amendments(self) -> dict[str, Any]:
+        run = self.settings
+        return GovernanceInfo(
+            run=RUN,
+            mode=run.governance,
+            keys=run.governance_keys,
+            threshold=run.governance_threshold,
+            round=LAST,
+            is_paused=self.is_paused,
+            amendments=tuple(
+                AmendmentInfo(
+                    digest=hashlib.sha256(one.signed.text.encode()).hexdigest(),
+                    number=one.signed.amendment.number,
+                    from_round=one.signed.amendment.from_round,
+                    change=one.signed.amendment.describe(),
+                    signers=tuple(sorted(one.signed.signatures)),
+                    accepted_round=one.round,
+                )
+                for one in decode_list(self.accepted)
+            ),
+            refused=tuple(self.refused),
+        ).model_dump(mode="json")
+
+    def submit_amendment(self, signed: dict[str, Any]) -> dict[str, Any]:
+        amendment = SignedAmendment.model_validate(signed)
+        digest = hashlib.sha256(amendment.text.encode()).hexdigest()
+        try:
+            self.accepted = self.charter.accept(self.accepted, amendment, LAST + 1)
+        except AmendmentRefused as exc:
+            self.refused.append(RefusedAmendment(digest=digest, reason=str(exc)))
+        return {"digest": digest}
+
+    @property
+    def changes(self) -> list[tuple[str, int]]:
+        found = [one.signed.amendment for one in decode_list(self.accepted)]
+        return [(one.describe(), one.from_round) for one in found]
+
+
+def folder_of(tmp_path: Path, name: str) -> Path:
+    folder = tmp_path / name
+    folder.mkdir()
+    load_identity(folder / "identity.key")
+    return folder
+
+
+def key_of(folder: Path) -> str:
+    return load_identity(folder / "identity.key").peer_id
+
+
+def steer(folder: Path, *words: str) -> int:
+    return cli.main(["steer", *words, "--data-dir", str(folder)], {"HOME": "/nowhere"})
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return folder_of(tmp_path, "home")
+
+
+@pytest.fixture
+def node(home: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    made = Node(RunConfig(governance="founder", governance_keys=(key_of(home),)))
+    monkeypatch.setattr("node.commands.client.Client", made)
+    return made
+
+
+def test_founder_amends_pauses_resumes_and_stops(node: Node, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert steer(home, "amend", "run.inner.lr=2e-4", "total_tokens=4000000000") == 0
+    out = capsys.readouterr().out
+    assert "Amendment 1 is accepted by round 21: inner.lr = 0.0002, total_tokens = 4000000000" in out
+    assert steer(home, "pause", "--from-round", "30") == 0
+    node.is_paused = True
+    assert steer(home, "resume") == 0
+    assert steer(home, "stop") == 0
+    assert node.changes == [
+        ("inner.lr = 0.0002, total_tokens = 4000000000", LAST + 4),
+        ("pause", 30),
+        ("resume", LAST + 2),
+        ("stop", LAST + 2),
+    ]
+    capsys.readouterr()
+    assert steer(home) == 0
+    shown = capsys.readouterr().out
+    assert "May amend  the founder's key" in shown and "State      paused after round 20" in shown
+    assert shown.count("Amendment ") == 4
+
+
+def test_lists_and_tables_are_values(node: Node, home: Path) -> None:
+    phases = '[{"from_tokens": 1000, "lr_ratio": 0.5}]'
+    assert steer(home, "amend", "data.sources=text:a,text:b", "data.weights=1,2", f"phases={phases}") == 0
+    settings = node.charter.terms_at(node.accepted, LAST + 4).run
+    assert settings.data.weights == (1.0, 2.0) and settings.data.sources == ("text:a", "text:b")
+    assert settings.phases[0].lr_ratio == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("amend",), "Name what to change"),
+        (("amend", "inner.lr"), "write KEY=VALUE"),
+        (("amend", "inner.lrr=1"), "nearest key that can is inner.lr"),
+        (("amend", "model.hidden_size=64"), "cannot be changed while the run runs"),
+        (("amend", "inner.lr=fast"), "is not allowed"),
+        (("amend", "inner.lr=2", "--from-round", "21"), "too early: the first round to change is 22"),
+        (("amend", "inner.sequence_length=5000"), "longer than"),
+        (("pause", "now"), "takes no further word"),
+        (("sign",), "Name one file"),
+        (("show", "--from-round", "9"), "belong to"),
+        (("pause", "--key", "/nowhere/key"), "There is no key"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused_in_one_sentence(
+    words: tuple[str, ...], why: str, node: Node, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert steer(home, *words) == 2
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1
+    assert node.accepted == b""
+
+
+def test_another_key_may_not_steer(node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stranger = folder_of(tmp_path, "stranger")
+    assert steer(stranger, "pause") == 2
+    assert "may not amend this run" in capsys.readouterr().err
+    founder_key = tmp_path / "home" / "identity.key"
+    assert steer(stranger, "pause", "--key", str(founder_key)) == 0
+    assert node.changes == [("pause", LAST + 4)]
+
+
+def test_nobody_steers_a_fixed_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("node.commands.client.Client", Node(RunConfig()))
+    assert steer(home, "stop") == 2
+    assert "Nobody may amend this run" in capsys.readouterr().err
+
+
+def test_two_of_three_keys_sign_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [folder_of(tmp_path, name) for name in ("a", "b", "c")]
+    keys = tuple(map(key_of, folders))
+    node = Node(RunConfig(governance="keys", governance_keys=keys, governance_threshold=2))
+    monkeypatch.setattr("node.commands.client.Client", node)
+    file = tmp_path / "change.json"
+    assert steer(folders[0], "amend", "inner.lr=0.5") == 2
+    assert "needs 2 signatures" in capsys.readouterr().err
+    assert steer(folders[0], "amend", "inner.lr=0.5", "--out", str(file)) == 0
+    assert "needs 1 more signatures" in capsys.readouterr().out
+    assert steer(folders[0], "submit", str(file)) == 2
+    assert "1 of the 2 signatures" in capsys.readouterr().err
+    assert steer(folders[2], "sign", str(file)) == 0
+    assert capsys.readouterr().out == f"Signed amendment 1: inner.lr = 0.5, from round {LAST + 4}.\n"
+    assert steer(folders[1], "submit", str(file)) == 0
+    assert node.changes == [("inner.lr = 0.5", LAST + 4)]
+    file.write_text("{}")
+    assert steer(folders[1], "sign", str(file)) == 2
+    assert "holds no amendment" in capsys.readouterr().err
+
+
+def test_founder_goes_back_to_a_checkpoint_of_its_node(
+    node: Node, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = home / "checkpoints" / "round-00000012"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(json.dumps({"body": {"state_digest": "ef" * 32}}))
+    assert steer(home, "rollback", "11") == 2
+    assert "no checkpoint of round 11: choose one of 12." in capsys.readouterr().err
+    assert steer(home, "rollback", "x") == steer(home, "rollback") == 2
+    assert steer(home, "rollback", "12") == 0
+    assert node.changes == [("rollback to round 12", LAST + 4)]
+    assert decode_list(node.accepted)[0].signed.amendment.state == "ef" * 32
