@@ -58,7 +58,7 @@ def save_state(path: Path, manifest: Manifest, state: OuterState) -> str:
         replace(
             before, round=state.round, tokens=state.tokens, anchor=state.anchor, momentum=state.momentum, credit=credit,
             state_digest=digest, leaves=tuple(leaf.hex() for leaf in leaves), head="cd" * 32,
-            extra={"evaluation_loss": 1.5},
+            extra={"evaluation_loss": 1.5}, amendments=state.amendments.decode(),
         )
     )  # fmt: skip
     assert manifest.parameters == state.anchor.numel()

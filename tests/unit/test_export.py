@@ -36,12 +36,12 @@ def run_of(**model: Any) -> RunConfig:
     return RunConfig.model_validate(tiny(purpose="To test exports.", model={**SHAPE, **model}))
 
 
-def make_trained(path: Path, run: RunConfig) -> tuple[Manifest, torch.Tensor, str]:
+def make_trained(path: Path, run: RunConfig, amendments: bytes = b"") -> tuple[Manifest, torch.Tensor, str]:
     """A data folder after round 1. Returns manifest, parameters and digest."""
     manifest = make_data_folder(path, run)
     anchor = flatten(build_model(run.model, seed=9))
     credit = CreditTable().after(0, {ALICE: 100}).after(1, {ALICE: 200, BOB: 100})
-    state = OuterState(anchor, torch.rand_like(anchor), 1, 400, credit)
+    state = OuterState(anchor, torch.rand_like(anchor), 1, 400, credit, amendments)
     return manifest, anchor, save_state(path, manifest, state)
 
 

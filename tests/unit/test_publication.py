@@ -29,6 +29,7 @@ from node.training.checkpoint import CheckpointStore, read_outer
 from node.worker_protocol import FoundFrom
 from tests.publish_hub import PublishHub
 from tests.unit.data_folder import make_data_folder
+from tests.unit.test_amendments import accepted, amendment
 from tests.unit.test_export import make_trained, run_of
 
 with warnings.catch_warnings():
@@ -524,6 +525,20 @@ def test_a_continued_run_has_the_settings_of_the_publication_and_those_of_its_fo
     assert run.model.start == published.name
     hub_run = continued(published, own, address="hub:ada/tiny")
     assert hub_run.model.start == f"hub:ada/tiny@{published.name}" and hub_run.name == before.name
+
+
+def test_a_publication_has_the_amendments_and_a_run_founded_from_it_their_settings(tmp_path: Path) -> None:
+    amendments = accepted(amendment(1, 2, changes={"inner.lr": 0.125}), amendment(2, 3, changes={"inner.lr": 0.5}))
+    _, _, digest = make_trained(tmp_path / "node", run_of(), amendments)
+    publish(tmp_path / "node", str(tmp_path / "place"), digest)
+    place = tmp_path / "place" / revision_of(1, digest)
+    found = read_publication(place, tmp_path / "cache")
+    assert found.record.state_digest == digest and found.state.amendments == amendments
+    assert continued(place, RunConfig()).inner.lr == 0.125 != found.manifest.run.inner.lr, "round 2 follows"
+    record = json.loads((place / RECORD_FILE).read_bytes())
+    (place / RECORD_FILE).write_text(json.dumps(record | {"amendments": ""}))
+    with pytest.raises(UsageError, match="contradicts itself"):
+        verify_model_folder(place, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
