@@ -30,6 +30,10 @@ MOST_TASKS = 400
 COMMIT_S = 40.0
 """A live quorum without faults commits within this time."""
 
+AWAY_KINDS = ("crash", "power", "stall", "blackout")
+GAP_S = 3.0
+"""Two faults that are closer than this act as one, because a node is heard of some seconds after a fault."""
+
 
 @dataclass
 class Adoption:
@@ -40,6 +44,17 @@ class Adoption:
     first_at_s: float
     voters: frozenset[str]
     nodes: list[int] = field(default_factory=list)
+
+
+def joined_spans(faults: Collection[Fault]) -> list[tuple[float, float]]:
+    """Begin and end of the faults, in seconds. Faults that overlap, or are closer than GAP_S, have one span."""
+    spans: list[tuple[float, float]] = []
+    for at_s, end_s in sorted((fault.at_s, fault.at_s + fault.seconds) for fault in faults):
+        if spans and at_s <= spans[-1][1] + GAP_S:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end_s))
+        else:
+            spans.append((at_s, end_s))
+    return spans
 
 
 class Invariants:
@@ -127,15 +142,21 @@ class Invariants:
     def _were_here(self, since_s: float, *groups: Collection[str]) -> bool:
         """Whether more than half of each group was honest and in reach of all since shortly before `since_s`."""
         since_s, now_s = since_s - 3 * BOUND_S, self._clock()
-        long = [
-            fault
-            for fault in self._faults
-            if fault.seconds > BOUND_S and fault.at_s + fault.seconds > since_s and fault.at_s < now_s
-        ]
-        if any(fault.kind in ("cut", "split") for fault in long):
+
+        def is_long(faults: Collection[Fault]) -> bool:
+            return any(
+                end_s - at_s > BOUND_S and end_s > since_s and at_s < now_s for at_s, end_s in joined_spans(faults)
+            )
+
+        paths = [fault for fault in self._faults if fault.kind in ("cut", "split")]
+        if is_long(paths):
             return False
-        away = {fault.node for fault in long if fault.kind in ("crash", "power", "stall", "blackout")}
-        away |= {node.number for node in self._nodes if node.hostility}
+        away = set[int]()
+        for node in self._nodes:
+            own = [fault for fault in self._faults if fault.node == node.number and fault.kind in AWAY_KINDS]
+            on_path = [fault for fault in paths if fault.kind == "split" or node.number in (fault.node, fault.other)]
+            if node.hostility or (own and is_long([*own, *on_path])):
+                away.add(node.number)
         return all(2 * sum(self._numbers[peer] not in away for peer in group) > len(group) for group in groups)
 
     def _check_support(self, made: Adoption, round_: int) -> None:
