@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 
 from node.diloco.aggregate import clip_scales, weighted_mean
 from node.swarm.allreduce.reducer import chunk_hash
@@ -44,6 +45,14 @@ class Adoption:
     first_at_s: float
     voters: frozenset[str]
     nodes: list[int] = field(default_factory=list)
+
+
+def separates(fault: Fault, one: int, other: int) -> bool:
+    """Whether a cut or a split is between two nodes, in either direction."""
+    if fault.kind == "cut":
+        return {fault.node, fault.other} == {one, other}
+    side = fault.side or (fault.node,)
+    return fault.kind == "split" and (one in side) != (other in side)
 
 
 def joined_spans(faults: Collection[Fault]) -> list[tuple[float, float]]:
@@ -148,15 +157,14 @@ class Invariants:
                 end_s - at_s > BOUND_S and end_s > since_s and at_s < now_s for at_s, end_s in joined_spans(faults)
             )
 
-        paths = [fault for fault in self._faults if fault.kind in ("cut", "split")]
-        if is_long(paths):
-            return False
-        away = set[int]()
-        for node in self._nodes:
-            own = [fault for fault in self._faults if fault.node == node.number and fault.kind in AWAY_KINDS]
-            on_path = [fault for fault in paths if fault.kind == "split" or node.number in (fault.node, fault.other)]
-            if node.hostility or (own and is_long([*own, *on_path])):
-                away.add(node.number)
+        away = {node.number for node in self._nodes if node.hostility}
+        for one, other in permutations((node.number for node in self._nodes), 2):
+            path = [fault for fault in self._faults if separates(fault, one, other)]
+            if is_long(path):
+                return False
+            own = [fault for fault in self._faults if fault.node == one and fault.kind in AWAY_KINDS]
+            if own and is_long([*own, *path]):
+                away.add(one)
         return all(2 * sum(self._numbers[peer] not in away for peer in group) > len(group) for group in groups)
 
     def _check_support(self, made: Adoption, round_: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.chart import chart
-from tests.simulation.invariants import joined_spans
+from tests.simulation.invariants import joined_spans, separates
 from tests.simulation.run import quiet, simulate
 from tests.simulation.scenario import Fault, draw
 from tests.simulation.shrink import shrink
@@ -67,6 +67,7 @@ def test_faults_of_a_node_that_follow_each_other_count_as_one() -> None:
     faults = [Fault(29.7, "split", 0, 4.0), Fault(28.0, "power", 1, 2.8), Fault(40.0, "stall", 1, 1.0)]
     assert joined_spans(faults) == [(28.0, pytest.approx(33.7)), (40.0, 41.0)]
     assert joined_spans([*faults, Fault(36.6, "cut", 1, 0.5, other=0)]) == [(28.0, 41.0)]
+    assert separates(faults[0], 1, 0) and not separates(faults[0], 1, 2) and not separates(faults[1], 0, 1)
     assert simulate(draw(120002958))[0].violations == []
 
 
