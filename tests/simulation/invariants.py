@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 
 from node.diloco.aggregate import clip_scales, weighted_mean
 from node.swarm.allreduce.reducer import chunk_hash
@@ -31,6 +32,10 @@ MOST_TASKS = 400
 COMMIT_S = 40.0
 """A live quorum without faults commits within this time."""
 
+AWAY_KINDS = ("crash", "power", "stall", "blackout")
+GAP_S = 3.0
+"""Two faults that are closer than this act as one, because a node is heard of some seconds after a fault."""
+
 
 @dataclass
 class Adoption:
@@ -41,6 +46,25 @@ class Adoption:
     first_at_s: float
     voters: frozenset[str]
     nodes: list[int] = field(default_factory=list)
+
+
+def separates(fault: Fault, one: int, other: int) -> bool:
+    """Whether a cut or a split is between two nodes, in either direction."""
+    if fault.kind == "cut":
+        return {fault.node, fault.other} == {one, other}
+    side = fault.side or (fault.node,)
+    return fault.kind == "split" and (one in side) != (other in side)
+
+
+def joined_spans(faults: Collection[Fault]) -> list[tuple[float, float]]:
+    """Begin and end of the faults, in seconds. Faults that overlap, or are closer than GAP_S, have one span."""
+    spans: list[tuple[float, float]] = []
+    for at_s, end_s in sorted((fault.at_s, fault.at_s + fault.seconds) for fault in faults):
+        if spans and at_s <= spans[-1][1] + GAP_S:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end_s))
+        else:
+            spans.append((at_s, end_s))
+    return spans
 
 
 class Invariants:
@@ -128,15 +152,20 @@ class Invariants:
     def _were_here(self, since_s: float, *groups: Collection[str]) -> bool:
         """Whether more than half of each group was honest and in reach of all since shortly before `since_s`."""
         since_s, now_s = since_s - 3 * BOUND_S, self._clock()
-        long = [
-            fault
-            for fault in self._faults
-            if fault.seconds > BOUND_S and fault.at_s + fault.seconds > since_s and fault.at_s < now_s
-        ]
-        if any(fault.kind in ("cut", "split") for fault in long):
-            return False
-        away = {fault.node for fault in long if fault.kind in ("crash", "power", "stall", "blackout")}
-        away |= {node.number for node in self._nodes if node.hostility}
+
+        def is_long(faults: Collection[Fault]) -> bool:
+            return any(
+                end_s - at_s > BOUND_S and end_s > since_s and at_s < now_s for at_s, end_s in joined_spans(faults)
+            )
+
+        away = {node.number for node in self._nodes if node.hostility}
+        for one, other in permutations((node.number for node in self._nodes), 2):
+            path = [fault for fault in self._faults if separates(fault, one, other)]
+            if is_long(path):
+                return False
+            own = [fault for fault in self._faults if fault.node == one and fault.kind in AWAY_KINDS]
+            if own and is_long([*own, *path]):
+                away.add(one)
         return all(2 * sum(self._numbers[peer] not in away for peer in group) > len(group) for group in groups)
 
     def _check_support(self, made: Adoption, round_: int) -> None:

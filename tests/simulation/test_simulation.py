@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.chart import chart
+from tests.simulation.invariants import joined_spans, separates
 from tests.simulation.run import quiet, simulate
 from tests.simulation.scenario import Fault, draw
 from tests.simulation.shrink import shrink
@@ -59,6 +60,15 @@ def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
 )
 def test_a_seed_that_found_a_defect_violates_no_invariant(seed: int) -> None:
     assert simulate(draw(seed))[0].violations == []
+
+
+def test_faults_of_a_node_that_follow_each_other_count_as_one() -> None:
+    """In seed 120002958, a node had no power for 2.8 s, and was cut off before anybody heard of it again."""
+    faults = [Fault(29.7, "split", 0, 4.0), Fault(28.0, "power", 1, 2.8), Fault(40.0, "stall", 1, 1.0)]
+    assert joined_spans(faults) == [(28.0, pytest.approx(33.7)), (40.0, 41.0)]
+    assert joined_spans([*faults, Fault(36.6, "cut", 1, 0.5, other=0)]) == [(28.0, 41.0)]
+    assert separates(faults[0], 1, 0) and not separates(faults[0], 1, 2) and not separates(faults[1], 0, 1)
+    assert simulate(draw(120002958))[0].violations == []
 
 
 @pytest.mark.slow
