@@ -8,7 +8,6 @@ accepted ones are a list in the outer state, so every node that has a state has 
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ class Amendment(_Part):
     action: Action = "amend"
     changes: dict[str, Any] = {}
     """New values of keys in CHANGEABLE, as JSON; only with the action `amend`."""
-    to_round: int | None = Field(None, ge=-1)
+    to_round: int | None = Field(None, ge=-1, le=LAST_ROUND)
     """With `rollback`: the round whose parameters and momentum come back."""
     state: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     """With `rollback`: digest of the outer state after `to_round`."""
@@ -114,7 +113,7 @@ class AcceptedAmendment(_Part):
     """An amendment in the list of a state."""
 
     signed: SignedAmendment
-    round: int
+    round: int = Field(ge=0, le=LAST_ROUND)
     """The round whose record has accepted it."""
     rewound_tokens: int | None = Field(None, ge=-(2**63), lt=2**63)
     """By how many tokens the schedules went back, if this is a rollback that has taken place; else None."""
@@ -148,7 +147,7 @@ def _refuse_constant(name: str) -> None:
 
 def _check_json(value: Any) -> None:
     """Raise ValueError for numbers that are not finite, or too large for exact arithmetic everywhere."""
-    if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) < MOST_NUMBER):
+    if isinstance(value, int | float) and not abs(value) < MOST_NUMBER:  # An int can be too large for a float.
         raise ValueError("a number is too large")
     for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_json(child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -121,6 +122,33 @@ def test_catching_up_continues_after_malformed_replies(nodes: list[Node], light:
     *honest, bad = nodes
     bad.stop()
     replies = [replace(reply, header=dict(reply.header) | {"light": light}) for reply in malformed()]
+    _catch_up_with(bad, replies, times=6)
+    assert_alive(honest)
+    round_of(honest, 0)
+
+
+def test_catching_up_continues_after_malformed_amendments(nodes: list[Node]) -> None:
+    """The list of amendments in a reply is read before any signature is checked."""
+    *honest, bad = nodes
+    bad.stop()
+    _catch_up_with(bad, [Message({"light": True, "amendments": text}) for text in amendment_lists()], times=4)
+    assert_alive(honest)
+    round_of(honest, 0)
+
+
+def amendment_lists() -> list[Any]:
+    """Lists of one amendment in canonical form, with numbers that no arithmetic can take; and other things."""
+    content = {"run": "0" * 64, "number": 1, "from_round": 1, "action": "amend", "to_round": None, "state": ""}
+    texts = [
+        json.dumps(content | {"changes": {"inner.lr": number}}, sort_keys=True, separators=(",", ":"))
+        for number in (10**400, 1e300)
+    ]
+    entries = [{"rewound_tokens": None, "round": 0, "signed": {"signatures": {}, "text": text}} for text in texts]
+    return [*(json.dumps([entry], sort_keys=True, separators=(",", ":")).encode() for entry in entries), b"[1]", 10**12]
+
+
+def _catch_up_with(bad: Node, replies: Sequence[Message], times: int) -> None:
+    """Let a node claim newer rounds, and answer `chain` with these replies, as often as named."""
     given = reply_with(bad, "chain", replies)
     bad.start_gossip()
 
@@ -128,12 +156,10 @@ def test_catching_up_continues_after_malformed_replies(nodes: list[Node], light:
         claims = {"round": 5, "swarm_tokens": 10**9 + number, "head": f"{number:064x}"}
         bad.peer_table.update_own(phase=Phase.PAUSED, **claims)
 
-    for number in range(6):
+    for number in range(times):
         before = len(given)
         bad.host.do(claim(number))
         wait_until(partial(_is_longer, given, before))
-    assert_alive(honest)
-    round_of(honest, 0)
 
 
 def test_a_joiner_ignores_malformed_descriptions_of_states_and_malformed_votes(swarm: Swarm) -> None:

@@ -73,6 +73,21 @@ def test_settings_change_in_the_order_of_their_rounds() -> None:
     assert schedule.at(10).run.total_tokens == 7
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400), 2**63, 1e300])
+def test_a_number_too_large_for_exact_arithmetic_is_refused(number: float) -> None:
+    with pytest.raises(ValueError, match="a number is too large"):
+        amendment(changes={"inner.lr": number})
+    text = amendment().canonical().replace("0.0002", json.dumps(number))
+    listed = json.dumps(
+        [{"rewound_tokens": None, "round": 0, "signed": {"signatures": {}, "text": text}}],
+        sort_keys=True, separators=(",", ":"),
+    ).encode()  # fmt: skip
+    with pytest.raises(AmendmentError):
+        decode_list(listed)
+    with pytest.raises(PeerError):
+        Charter(RUN, RunConfig()).check_list(listed)
+
+
 def test_a_run_pauses_resumes_and_stops() -> None:
     known = accepted(
         amendment(1, 10, "pause"), amendment(2, 12, "resume"), amendment(3, 14, "pause"), amendment(4, 16, "stop")

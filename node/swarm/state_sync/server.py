@@ -18,7 +18,7 @@ from node.swarm.chain.chain import Tip, make_tip
 from node.swarm.chain.fork_choice import MAX_LINKS, Link, heads_of, links_after, read_links
 from node.swarm.consensus.context import Context, KeptStates, Rules
 from node.swarm.messages import Join, Proof, check_proof, included_joins
-from node.swarm.transport.wire import Message, Service, Wire
+from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service, Wire
 
 MIN_NAME = 16  # Characters of a head or digest that identify a state
 LEAVES_PER_CALLER = 8
@@ -199,8 +199,11 @@ def links_of(reply: Message, rules: Rules) -> tuple[Link, ...]:
     amendments = reply.header.get("amendments", b"")
     if not isinstance(amendments, bytes):
         raise PeerError("the amendments of a chain have the wrong form")
-    rules.check_amendments(amendments)
-    return read_links(reply.blobs, rules.bounds_in(amendments))
+    try:
+        rules.check_amendments(amendments)
+        return read_links(reply.blobs, rules.bounds_in(amendments))
+    except MALFORMED_ERRORS as exc:
+        raise PeerError("the light proofs of a chain have the wrong form") from exc
 
 
 def _first(proofs: Sequence[Proof]) -> list[bytes]:
