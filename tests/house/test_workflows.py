@@ -47,6 +47,19 @@ def test_jobs_have_only_the_rights_that_they_name_and_end_in_time() -> None:
     assert "id-token" not in WORKFLOWS["release"]["jobs"]["image"]["permissions"]
 
 
+def test_no_package_without_a_known_hash_runs_beside_the_key_that_signs() -> None:
+    jobs = WORKFLOWS["release"]["jobs"]
+    with_key = [name for name, job in jobs.items() if "secrets." in str(job)]
+    assert with_key == ["release"] and jobs["release"]["environment"] == "release"
+    commands = "\n".join(step.get("run", "") for step in jobs["release"]["steps"])
+    assert "make " not in commands and "npm" not in commands
+    assert re.findall(r"pip install .*", commands) == re.findall(r"pip install .*--require-hashes.*", commands) != []
+    locked = (ROOT / ".ci" / "signing.lock").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in locked if not line.startswith("#")]
+    assert lines and all(re.fullmatch(r"[\w-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    assert {line.partition("==")[0] for line in lines} >= {"cryptography", "pydantic", "packaging"}
+
+
 def test_checkouts_keep_no_token() -> None:
     checkouts = [step for _, step in STEPS if str(step.get("uses", "")).startswith("actions/checkout@")]
     assert checkouts and all(step["with"] == {"persist-credentials": False} for step in checkouts)
