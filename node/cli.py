@@ -582,7 +582,8 @@ def _install_service(call: Call) -> int:
     args, place = call.args, service.this_place()
     is_system = args.system or (place.user_id == 0 and not args.user)
     variables = settings_as_variables(call.loaded)
-    data_dir = variables.pop("DILOCO_NODE__DATA_DIR", None)
+    variables.pop("DILOCO_NODE__DATA_DIR", None)
+    is_own_folder = call.loaded.origins["node.data_dir"] != "default"
     if args.join is not None:
         from node.config.manifest import parse_invite
 
@@ -591,9 +592,10 @@ def _install_service(call: Call) -> int:
     plan = service.plan_service(
         place,
         "system" if is_system else "user",
-        data_dir=Path(data_dir) if data_dir is not None else None,
+        data_dir=call.data_dir.absolute() if is_own_folder else None,
         settings=variables,
         config=args.config.resolve() if args.config is not None else None,
+        writable=_publish_folders(call.loaded.config.publish.to),
     )
     if args.dry_run:
         print(service.describe(plan, is_removal=args.remove))
@@ -602,8 +604,16 @@ def _install_service(call: Call) -> int:
         print(f"The service is removed. The data folder {plan.data_dir} stays.")
     else:
         service.install(plan, service.run_command)
-        print(f"The service runs, and starts with this machine. See what it does: {plan.hint}")
+        print(f"The service is started, now and with this machine. See what it does: {plan.hint}")
     return 0
+
+
+def _publish_folders(to: str) -> list[Path]:
+    """The folder that the node publishes to, if it is one of this machine."""
+    from node.config.publish_address import parse_publish_address
+
+    address = parse_publish_address(to) if to else None
+    return [Path(address.place).absolute()] if address is not None and address.kind == "folder" else []
 
 
 def _update(call: Call) -> int:
@@ -772,9 +782,10 @@ def _verify(call: Call) -> int:
         from node.publication.model_folder import verify_model_folder
 
         record = verify_model_folder(file, call.loaded.config.node.hub_cache)
+        head = f"Head    {record.confirmed_head}\n" if record.confirmed_head is not None else ""
         print(
             f"The export is valid.\nRun     {record.manifest_hash}\nRound   {record.round}\n"
-            f"Digest  {record.state_digest}\nHead    {record.head}\n"
+            f"Digest  {record.state_digest}\n{head}"
             "The parameters are those of the state with this digest. Ask a member of the run whether its round "
             f"{record.round} has it."
         )

@@ -9,6 +9,7 @@ import os
 import platform
 import plistlib
 import pwd
+import re
 import shlex
 import subprocess
 import sys
@@ -72,6 +73,8 @@ class ServicePlan:
     data_dir: Path
     hint: str
     """How to see what the service does."""
+    owner: str = ""
+    """The user to whom the data folder must belong if it has files; empty means the caller."""
 
 
 def plan_service(
@@ -81,10 +84,12 @@ def plan_service(
     data_dir: Path | None = None,
     settings: Mapping[str, str] | None = None,
     config: Path | None = None,
+    writable: Sequence[Path] = (),
 ) -> ServicePlan:
     """Plan the service. `settings` are environment variables of the node, `config` is its TOML file.
 
-    Raises UsageError where the scope does not fit the user, and MachineError on other systems.
+    `writable` are further folders that the node writes to. Raises UsageError where the scope does not fit the user,
+    and MachineError on other systems.
     """
     settings = dict(settings or {})
     if scope == "system" and place.user_id != 0:
@@ -92,7 +97,7 @@ def plan_service(
     if scope == "user" and place.user_id == 0:
         raise UsageError("A user service of root would run as root: use --system, or call this as the user.")
     if place.system == "Linux":
-        return _plan_systemd(place, scope, data_dir, settings, config)
+        return _plan_systemd(place, scope, data_dir, settings, config, writable)
     if place.system == "Darwin":
         return _plan_launchd(place, scope, data_dir, settings, config)
     raise MachineError(
@@ -104,15 +109,20 @@ def plan_service(
 
 
 def _plan_systemd(
-    place: Place, scope: Scope, data_dir: Path | None, settings: Mapping[str, str], config: Path | None
+    place: Place,
+    scope: Scope,
+    data_dir: Path | None,
+    settings: Mapping[str, str],
+    config: Path | None,
+    writable: Sequence[Path],
 ) -> ServicePlan:
     is_system = scope == "system"
     if is_system:
-        for path in filter(None, (place.program, config)):
+        for path in filter(None, (place.program, config, data_dir, *writable)):
             if any(path.is_relative_to(folder) for folder in PRIVATE_FOLDERS):
                 raise UsageError(
                     f"A system service cannot read {path}: install the program for all users, such as into "
-                    "/opt/diloco, keep its configuration in /etc, or use --user."
+                    "/opt/diloco, keep its configuration in /etc and its data in /var/lib or /srv, or use --user."
                 )
     data_dir = data_dir or (SYSTEM_DATA if is_system else place.home / ".local/share/diloco-node")
     units = Path("/etc/systemd/system") if is_system else place.home / ".config/systemd/user"
@@ -129,7 +139,7 @@ def _plan_systemd(
     return ServicePlan(
         files=(
             ServiceFile(environment, _environment_text(settings), 0o600),
-            ServiceFile(unit, _unit_text(is_system, data_dir, environment, command), 0o644),
+            ServiceFile(unit, _unit_text(is_system, data_dir, environment, command, writable), 0o644),
         ),
         before=before,
         start=(
@@ -140,6 +150,7 @@ def _plan_systemd(
         ),
         stop=((*manager, "disable", "--now", NAME),),
         data_dir=data_dir,
+        owner=USER if is_system and data_dir != SYSTEM_DATA else "",
         hint=f"{as_user}{shlex.quote(str(place.program))} status --data-dir {shlex.quote(str(data_dir))}",
     )
 
@@ -157,10 +168,13 @@ def _systemd_quote(value: str) -> str:
 
 def _in_unit(word: str) -> str:
     """Write a word of a unit file, where `%` begins a specifier."""
-    return (_systemd_quote(word) if " " in word else word).replace("%", "%%")
+    is_plain = re.fullmatch(r"[\w./:=@%+,-]+", word, re.ASCII)
+    return (word if is_plain else _systemd_quote(word)).replace("%", "%%")
 
 
-def _unit_text(is_system: bool, data_dir: Path, environment: Path, command: Sequence[str]) -> str:
+def _unit_text(
+    is_system: bool, data_dir: Path, environment: Path, command: Sequence[str], writable: Sequence[Path]
+) -> str:
     variables = {
         "DILOCO_NODE__DATA_DIR": data_dir,
         "HF_HOME": data_dir / "cache/huggingface",
@@ -170,10 +184,11 @@ def _unit_text(is_system: bool, data_dir: Path, environment: Path, command: Sequ
     assigned = "\n".join(f"Environment={_in_unit(f'{name}={value}')}" for name, value in variables.items())
     who = f"User={USER}\nGroup={USER}\n" if is_system else ""
     state = "StateDirectory=diloco-node\nStateDirectoryMode=0700\n" if data_dir == SYSTEM_DATA else ""
-    writable = f"ReadWritePaths={_in_unit(str(data_dir))}\n" if is_system and not state else ""
+    folders = [*([] if state else [data_dir]), *writable]
+    may_write = "".join(f"ReadWritePaths={_in_unit(str(folder))}\n" for folder in folders)
     # Most sandboxing needs privileges that a user's systemd does not have everywhere.
-    sandbox = f"{_SYSTEM_SANDBOX}{writable}" if is_system else ""
-    words = " ".join(map(_in_unit, command))
+    sandbox = f"{_SYSTEM_SANDBOX}{may_write}" if is_system else ""
+    words = " ".join(_in_unit(word).replace("$", "$$") for word in command)
     return f"""\
 # Written by `diloco-node install-service`, which overwrites it.
 [Unit]
@@ -292,8 +307,10 @@ def describe(plan: ServicePlan, *, is_removal: bool = False) -> str:
 def install(plan: ServicePlan, run: Runner) -> None:
     """Write the files and start the service. Raises MachineError if a file or command fails.
 
+    Raises UsageError if the data folder has files of another user, which the service's user would take over.
     An environment file that exists stays, because its owner may have changed it. A service that runs is restarted.
     """
+    _check_owner(plan)
     for command in plan.before:
         if command[0] != "useradd" or not _has_user(USER):
             _check(command, run(command))
@@ -312,6 +329,17 @@ def install(plan: ServicePlan, run: Runner) -> None:
             run(command)  # It may not be loaded.
     for command in plan.start:
         _check(command, run(command))
+
+
+def _check_owner(plan: ServicePlan) -> None:
+    folder = plan.data_dir
+    if plan.owner and folder.is_dir() and any(folder.iterdir()):
+        try:
+            owner = folder.owner()
+        except KeyError:
+            owner = "another user"
+        if owner != plan.owner:
+            raise UsageError(f"{folder} has files of {owner}: name a new folder for the service with --data-dir.")
 
 
 def _has_user(name: str) -> bool:

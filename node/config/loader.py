@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.errors import ConfigError
 
@@ -28,6 +29,8 @@ ENV_PREFIX = "DILOCO_"
 OTHER_VARIABLES = frozenset({"DILOCO_FAULTS", "DILOCO_JOIN"})
 """Variables that are not settings: the fault plan of tests, and the value of --join."""
 PRESET_KEY = "run.preset"
+PATH_KEYS = ("api.tls_cert", "api.tls_key", "publish.token_file", "evaluate.task_dir")
+"""Keys of files and folders that may be relative to the working folder."""
 DEFAULT_PRESET = "builtin"
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 DOCUMENTATION = "node"
@@ -94,12 +97,23 @@ def load(*, file: Path | None, environ: Mapping[str, str], flags: Sequence[str])
 
 
 def settings_as_variables(loaded: Loaded) -> dict[str, str]:
-    """Return the settings that flags and environment have given, as environment variables with the same meaning."""
+    """Return the settings that flags and environment have given, as environment variables.
+
+    They have the same meaning in every working folder, so paths are absolute.
+    """
     variables = {}
     for key, origin in loaded.origins.items():
         if origin.startswith(("flag ", "environment variable ")):
-            variables[f"{ENV_PREFIX}{key.replace('.', '__').upper()}"] = _as_text(loaded.value_of(key))
+            text = _as_text(loaded.value_of(key))
+            variables[f"{ENV_PREFIX}{key.replace('.', '__').upper()}"] = _anywhere(key, text)
     return variables
+
+
+def _anywhere(key: str, text: str) -> str:
+    """The value in a form that does not depend on the working folder."""
+    if text and (key in PATH_KEYS or (key == PRESET_KEY and text not in preset_names())):
+        return str(Path(text).expanduser().absolute())
+    return str(parse_publish_address(text)) if text and key == "publish.to" else text
 
 
 def _as_text(value: Any) -> str:

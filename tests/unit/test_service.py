@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import plistlib
 import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path, place: Place, scope: service.S
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed")
     unit = tmp_path / "diloco-node.service"
-    text = unit_of(plan_service(place, scope, data_dir=tmp_path / "data with 50% more"))
+    text = unit_of(plan_service(place, scope, data_dir=Path("/srv/data with 50% more")))
     unit.write_text(text.replace(str(place.program), "/bin/true"))
     words = ["systemd-analyze", "verify", "--man=no", f"--{scope}", str(unit)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
@@ -110,6 +112,31 @@ def test_system_service_with_another_data_folder_makes_it_and_may_write_there() 
     settings = settings_of(unit_of(plan))
     assert settings["ReadWritePaths"] == "/srv/diloco" and "StateDirectory" not in settings
     assert plan.before[-1] == ("install", "-d", "-o", "diloco", "-g", "diloco", "-m", "0700", "/srv/diloco")
+
+
+def test_words_with_special_characters_are_quoted() -> None:
+    unit = unit_of(plan_service(ADA, "user", data_dir=Path("/home/ada/a'b"), config=Path("/home/ada/$x.toml")))
+    assert """Environment="DILOCO_NODE__DATA_DIR=/home/ada/a'b"\n""" in unit
+    assert settings_of(unit)["ExecStart"].endswith('--config "/home/ada/$$x.toml"')
+
+
+def test_system_service_may_write_to_the_folder_it_publishes_to() -> None:
+    unit = unit_of(plan_service(ROOT, "system", writable=[Path("/srv/models")]))
+    assert "ReadWritePaths=/srv/models\n" in unit
+    for more in ({"data_dir": Path("/home/ada/data")}, {"writable": [Path("/home/ada/models")]}):
+        with pytest.raises(UsageError, match="cannot read /home/ada"):
+            plan_service(ROOT, "system", **more)  # type: ignore[arg-type]
+
+
+def test_folder_with_files_of_somebody_else_is_not_taken_over(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    plan = replace(plan_service(ROOT, "system", data_dir=Path("/srv/x")), data_dir=folder)
+    (folder / "identity.key").write_text("theirs")
+    commands = Commands()
+    with pytest.raises(UsageError, match=r"has files of .*: name a new folder"):
+        install(plan, commands)
+    assert commands.called == []
 
 
 # launchd
@@ -253,6 +280,28 @@ def test_settings_become_variables_that_mean_the_same(tmp_path: Path) -> None:
     assert variables["DILOCO_LIMITS__CPU_THREADS"] == "3" and variables["DILOCO_API__PUBLIC"] == "true"
     again = load(file=None, environ={**variables, "HOME": "/home/ada"}, flags=[])
     assert again.config == loaded.config
+
+
+def test_paths_of_a_service_do_not_depend_on_the_working_folder(tmp_path: Path) -> None:
+    flags = [
+        "--api.tls_cert", "cert.pem", "--api.tls_key", "~/key.pem", "--publish.to", "models", "--run.preset", "my.toml",
+        "--evaluate.task_dir", "tasks", "--publish.token_file", "/etc/token",
+    ]  # fmt: skip
+    (tmp_path / "my.toml").write_text("")
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        variables = settings_as_variables(load(file=None, environ={}, flags=flags))
+    finally:
+        os.chdir(before)
+    assert variables == {
+        "DILOCO_API__TLS_CERT": str(tmp_path / "cert.pem"),
+        "DILOCO_API__TLS_KEY": str(Path("~/key.pem").expanduser()),
+        "DILOCO_PUBLISH__TO": str(tmp_path / "models"),
+        "DILOCO_RUN__PRESET": str(tmp_path / "my.toml"),
+        "DILOCO_EVALUATE__TASK_DIR": str(tmp_path / "tasks"),
+        "DILOCO_PUBLISH__TOKEN_FILE": "/etc/token",
+    }
 
 
 def test_description_names_each_file_with_its_mode(plan: ServicePlan) -> None:
