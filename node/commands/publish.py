@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def publish_now(config: Config) -> str:
     manifest, checkpoint = newest(config)
     if checkpoint.round < 0:
         raise UsageError("No round is committed yet: wait until the node has finished a round.")
-    store = open_store(address, token=read_token(config), part="byhand")
+    store = open_store(address, token=read_token(config), part=f"byhand{secrets.token_hex(8)}")
     revision = revision_of(checkpoint.round, checkpoint.state_digest)
     try:
         if store.has(revision):

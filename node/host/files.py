@@ -6,9 +6,14 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+LEFT_S = 3600.0
+"""A folder of another machine that has not changed for so long was left by a killed process."""
 
 
 def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
@@ -35,16 +40,18 @@ def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
 def whole_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder beside `target`, and rename it to `target` at the end, or remove it after an exception.
 
-    Other users may read it in the end.
-    `target` must be absent or empty. What killed processes have left of earlier attempts is removed first; a lock on
-    each folder, which ends with its process, tells those from folders in use.
+    Other users may read it in the end, and the folders above it that it makes. `target` must be absent or empty.
+    What killed processes have left of earlier attempts is removed first. A lock on each folder, which ends with its
+    process, tells those from folders in use. On a network file system another machine cannot see the lock, so what
+    another machine has left is removed once nothing in it has changed for LEFT_S.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    start, end = f".{target.name}-", ".writing"
+    _make_folders(target.parent)
+    start, own, end = f".{target.name}-", f"{_machine_mark()}-", ".writing"
     for path in [p for p in target.parent.iterdir() if p.name.startswith(start) and p.name.endswith(end)]:
         with suppress(OSError), _locked(path):
-            shutil.rmtree(path)
-    temporary = Path(tempfile.mkdtemp(prefix=start, suffix=end, dir=target.parent))
+            if path.name.startswith(start + own) or time.time() - _newest_change_at(path) > LEFT_S:
+                shutil.rmtree(path)
+    temporary = Path(tempfile.mkdtemp(prefix=start + own, suffix=end, dir=target.parent))
     try:
         with _locked(temporary):
             yield temporary
@@ -58,6 +65,25 @@ def whole_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _make_folders(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folders(folder.parent)
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)  # The process may have a stricter umask.
+
+
+def _machine_mark() -> str:
+    """Identifies this machine until its next start."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+    except OSError:
+        return f"{uuid.getnode():x}"
+
+
+def _newest_change_at(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
 
 
 @contextmanager

@@ -9,16 +9,18 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
+from node.config.amendments import AmendmentError, schedule_of
 from node.config.manifest import Manifest, ModelConfig, read_manifest
 from node.diloco.credit import decode
 from node.diloco.digest import leaf_bounds, leaf_hash, leaf_hashes, root_digest
 from node.diloco.outer import OuterState
 from node.errors import ManifestError, UsageError
+from node.host.printable import printable
 from node.publication.model_card import CURVE_FILE, Curve, curve_drawing, model_card
 from node.publication.stores import RECORD_FILE
 from node.swarm.messages import Proof
@@ -36,29 +38,38 @@ CERTIFICATE_FILE = "certificate.json"
 """The commit certificate of the round."""
 
 
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""A BLAKE2b hash of 32 bytes, hex."""
+
+
 class ExportRecord(BaseModel):
     """`diloco.json` of a model folder: the state that the model belongs to, and the files."""
 
     model_config = ConfigDict(extra="forbid")
 
     format: Literal[1] = 1
-    manifest_hash: str
+    manifest_hash: Hash
     round: int
-    head: str
-    """Hash of the newest round record, hex."""
+    head: Hash
+    """Hash of the newest round record."""
     tokens: int
     parameters: int
     moments: int
     """Vectors of the outer optimizer."""
-    state_digest: str
-    leaves: tuple[str, ...]
-    """The digest tree's leaves, hex; those of the parameters come first."""
-    credit_root: str
-    """Root of the tree of credit, hex."""
+    state_digest: Hash
+    leaves: tuple[Hash, ...]
+    """The digest tree's leaves; those of the parameters come first."""
+    credit_root: Hash
+    """Root of the tree of credit."""
     amendments: str = ""
     """The accepted amendments of the run (`config.amendments.encode_list`)."""
     files: dict[str, str]
     """BLAKE2b of each other file, hex."""
+
+    @property
+    def confirmed_head(self) -> str | None:
+        """The head, if the folder has the commit certificate of the round; otherwise nothing confirms it."""
+        return self.head if CERTIFICATE_FILE in self.files else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,9 +176,13 @@ def _verified(folder: Path, cache: Path) -> tuple[ExportRecord, Manifest, Tensor
     except (ValueError, ManifestError) as exc:
         raise not_valid(folder, f"{RECORD_FILE} or {MANIFEST_FILE} is damaged") from exc
     if changed:
-        raise not_valid(folder, f"{', '.join(changed)} has changed")
+        raise not_valid(folder, f"{printable(', '.join(changed), 200)} has changed")
     if manifest.hash != record.manifest_hash or root != record.state_digest:
         raise not_valid(folder, f"{RECORD_FILE} contradicts itself")
+    try:
+        schedule_of(manifest.run, record.amendments.encode())
+    except AmendmentError as exc:
+        raise not_valid(folder, "its amendments are damaged") from exc
     flat = load_pretrained(ModelConfig(start=str(folder.absolute())), cache)[1]
     if flat.numel() != record.parameters or _leaves_of(flat) != leaves[: len(leaf_bounds(flat.numel()))]:
         raise not_valid(folder, f"its parameters are not those of round {record.round}")
@@ -176,6 +191,14 @@ def _verified(folder: Path, cache: Path) -> tuple[ExportRecord, Manifest, Tensor
     if CERTIFICATE_FILE in record.files:
         _check_certificate(folder, record)
     return record, manifest, flat
+
+
+def read_manifest_in(folder: Path) -> Manifest:
+    """The manifest in a publication, before anything else of it is checked. Raises UsageError if it cannot be read."""
+    try:
+        return read_manifest((folder / MANIFEST_FILE).read_bytes())
+    except (OSError, ManifestError) as exc:
+        raise not_valid(folder, f"{MANIFEST_FILE} cannot be read") from exc
 
 
 def _leaves_of(flat: Tensor) -> Sequence[bytes]:

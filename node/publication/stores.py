@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,10 @@ from node.training.hub import first_sentence
 RECORD_FILE = "diloco.json"
 """The file of a publication that names its state and its other files."""
 COMPLETE = "COMPLETE"
+NOT_FETCHED = (".gguf", ".gitattributes")
+"""Ends of the names of files that nobody needs who founds a run."""
+NEW_FILES = {".gitattributes", ".gitignore", "README.md", "LICENSE"}
+"""Files that a new repository of the hub may have."""
 NO_PLACE = "no_place"
 """Code of errors of the place, after which a publisher tries again."""
 DIGEST_DIGITS = 16
@@ -46,6 +50,10 @@ def round_of(revision: str) -> int | None:
     return int(match[1]) if match is not None else None
 
 
+CheckSize = Callable[[int], None]
+"""Gets the bytes that are about to be downloaded."""
+
+
 class Superseded(Exception):
     """The place holds a later round already, so this revision is not published any more."""
 
@@ -59,12 +67,18 @@ class Store(Protocol):
     def put(self, revision: str, folder: Path) -> bool:
         """Publish the files of a folder. Returns False if another publisher was first. Raises Superseded."""
 
-    def fetch(self, target: Path) -> Path:
-        """Download the newest revision, or the one that the address names. Returns its folder."""
+    def fetch(self, target: Path, check_size: CheckSize) -> Path:
+        """Download the newest revision, or the one that the address names. Returns its folder.
+
+        Before it downloads anything, it calls `check_size`, which raises NodeError if there is no room.
+        """
 
 
 def open_store(address: PublishAddress, *, token: str | None = None, part: str = "") -> Store:
-    """Open the place. `token` is for the hub; None means the token of this machine. `part` names the publisher."""
+    """Open the place. `token` is for the hub; None means the token of this machine.
+
+    `part` names the publisher. Two that run at the same time must have different names.
+    """
     if address.kind == "folder":
         return FolderStore(Path(address.place))
     if address.kind == "hub":
@@ -79,23 +93,30 @@ class FolderStore:
         self._root = root
 
     def has(self, revision: str) -> bool:
+        with self._translated():
+            return self._has(revision)
+
+    def _translated(self) -> AbstractContextManager[None]:
+        return _translated(str(self._root), "make the folder readable and writable, or name another one")
+
+    def _has(self, revision: str) -> bool:
         return (self._root / revision / RECORD_FILE).is_file()
 
     def put(self, revision: str, folder: Path) -> bool:
-        with _translated(str(self._root), "make the folder writable, or name another one"):
+        with self._translated():
             try:
                 with whole_folder(self._root / revision) as temporary:
                     shutil.copytree(folder, temporary, dirs_exist_ok=True)
             except OSError:
-                if self.has(revision):  # Another publisher's rename came first.
+                if self._has(revision):  # Another publisher's rename came first.
                     return False
                 raise
         return True
 
-    def fetch(self, target: Path) -> Path:
-        if (self._root / RECORD_FILE).is_file():
-            return self._root
+    def fetch(self, target: Path, check_size: CheckSize) -> Path:
         with _translated(str(self._root), "name a folder with publications"):
+            if (self._root / RECORD_FILE).is_file():
+                return self._root
             names = [path.name for path in self._root.iterdir()]
         return self._root / _newest(names, str(self._root))
 
@@ -164,7 +185,13 @@ class HubStore:
         from huggingface_hub.errors import HfHubHTTPError
 
         files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        old = set(self._api.list_repo_files(self._name, revision=parent)) - set(files) - {".gitattributes"}
+        known = set(self._api.list_repo_files(self._name, revision=parent))
+        if RECORD_FILE not in known and known - NEW_FILES:
+            raise UsageError(
+                f"hub:{self._name} holds files that are no publication, and publishing would remove them: name an "
+                "empty or a new repository."
+            )
+        old = known - set(files) - {".gitattributes"}
         operations: list[CommitOperation] = [
             *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
             *(CommitOperationDelete(path_in_repo=name, is_folder=False) for name in sorted(old)),
@@ -180,14 +207,22 @@ class HubStore:
     def _tag(self, revision: str, commit: str) -> None:
         self._api.create_tag(self._name, tag=revision, revision=commit, exist_ok=True)
 
-    def fetch(self, target: Path) -> Path:
+    def fetch(self, target: Path, check_size: CheckSize) -> Path:
+        from huggingface_hub.hf_api import RepoFile
+
         with self._translated():
+            commit = self._api.repo_info(self._name, revision=self._revision or MAIN).sha
+            files = [
+                one
+                for one in self._api.list_repo_tree(self._name, recursive=True, revision=commit)
+                if isinstance(one, RepoFile) and not one.path.endswith(NOT_FETCHED)
+            ]
+            if RECORD_FILE not in {one.path for one in files}:
+                raise _nothing_at(f"hub:{self._name}")
+            check_size(sum(one.size for one in files))
             return Path(
                 self._api.snapshot_download(
-                    self._name,
-                    revision=self._revision or MAIN,
-                    cache_dir=target,
-                    ignore_patterns=["*.gguf", ".gitattributes"],
+                    self._name, revision=commit, cache_dir=target, ignore_patterns=[f"*{end}" for end in NOT_FETCHED]
                 )
             )
 
@@ -242,13 +277,15 @@ class UrlStore:
                     name = f"{own}/{path.relative_to(folder).as_posix()}"
                     fs.makedirs(name.rpartition("/")[0], exist_ok=True)
                     fs.put_file(str(path), name)
-            if self._complete_part(fs, place) is not None:  # Another publisher was faster.
-                fs.rm(own, recursive=True)
+            complete = self._complete_part(fs, place)
+            if complete is not None:  # Another publisher was faster.
+                if complete != self._part:
+                    fs.rm(own, recursive=True)
                 return False
             fs.pipe_file(f"{place}/{COMPLETE}", json.dumps({"part": self._part}).encode())
             return True
 
-    def fetch(self, target: Path) -> Path:
+    def fetch(self, target: Path, check_size: CheckSize) -> Path:
         with self._translated():
             fs, root = self._open()
             place = root
@@ -260,10 +297,13 @@ class UrlStore:
             part = self._complete_part(fs, place)
             if part is None:
                 raise _nothing_at(self._url)
+            found = fs.find(f"{place}/{part}", detail=True)
+            files = {name: about for name, about in found.items() if not name.endswith(NOT_FETCHED)}
+            check_size(sum(about["size"] or 0 for about in files.values()))
             folder = target / place.rpartition("/")[2]
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            for name in fs.find(f"{place}/{part}"):
+            for name in files:
                 inside = name.rpartition(f"/{part}/")[2]
                 fs.get_file(name, str(folder / Path(inside).name))
             return folder

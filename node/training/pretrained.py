@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,30 @@ def export_model(
     """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`, with `card` as README.md.
 
     `flat` is fp32 cpu [P]. `add` may write further files to the folder that it gets. The folder is written whole or not
-    at all. Raises DataFolderError if it holds files already.
+    at all. Raises DataFolderError if it holds files already, and MachineError if it cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataFolderError(f"{folder} holds files already: name another folder for the export, or remove it.")
+    with _translated(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise DataFolderError(f"{folder} holds files already: name another folder for the export, or remove it.")
     model: Any = build_model(cfg, seed=0)
     load_flat_(model, flat)
     for settings in (model.config, model.generation_config):
         settings.bos_token_id, settings.eos_token_id = tokenizer.begin, tokenizer.end
-    with whole_folder(folder) as temporary:
+    with _translated(folder), whole_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save(temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         add(temporary, model)
+
+
+@contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise MachineError(
+            f"{folder} cannot be written ({exc.strerror or exc}): free disk, or name a folder that you may write to."
+        ) from exc
 
 
 def load_pretrained(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]:

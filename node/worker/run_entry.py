@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -22,9 +23,9 @@ from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.diloco.outer import OuterState, genesis
 from node.errors import DataFolderError, MachineError, ManifestError, PeerError, SwarmError, UsageError
-from node.host.disk_quota import Room
+from node.host.disk_quota import Room, quota_bytes
 from node.host.files import write_whole
-from node.publication.model_folder import Publication, read_publication
+from node.publication.model_folder import Publication, read_manifest_in, read_publication
 from node.publication.stores import open_store
 from node.status import Phase
 from node.swarm.chain.chain import Tip
@@ -232,13 +233,26 @@ class RunEntry:
         config, address = self._config, parse_publish_address(origin.address, may_have_revision=True)
         downloads = self._folder / "cache" / "publication"
 
+        def check_size(size_bytes: int) -> None:
+            quota = quota_bytes(config.limits.disk_gb)
+            room = min(shutil.disk_usage(self._folder).free, quota if quota > 0 else math.inf)
+            if size_bytes > room:
+                raise MachineError(
+                    f"The publication has {size_bytes / 1e9:.3g} GB, and {room / 1e9:.3g} GB are free: free disk, "
+                    "raise limits.disk_gb, or continue a smaller one.",
+                    code="does_not_fit",
+                )
+
         def read() -> Publication:
-            place = open_store(address, token=read_token(config)).fetch(downloads)
-            return read_publication(place, config.node.hub_cache)
+            try:
+                place = open_store(address, token=read_token(config)).fetch(downloads, check_size)
+                self._check_fit(read_manifest_in(place).run)
+                return read_publication(place, config.node.hub_cache)
+            finally:
+                shutil.rmtree(downloads, ignore_errors=True)
 
         self._reporter.enter(Phase.STARTING, f"Reading the publication at {address}.", "founding")
         publication = self._waiter.run(read)
-        shutil.rmtree(downloads, ignore_errors=True)
         run = self._waiter.run(lambda: pinned(self._governed(continued_run(publication, config.run, origin))))
         self._check_fit(run)
         logger.info("The run continues round %d of %s.", publication.record.round, address)

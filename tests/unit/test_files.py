@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from node.host.files import write_whole
+from node.host.files import LEFT_S, _machine_mark, whole_folder, write_whole
 from tests.unit.disk import disk_that_takes
 
 
@@ -50,3 +52,28 @@ def test_a_reader_never_sees_a_partly_written_file(tmp_path: Path) -> None:
     is_over.set()
     reader.join(10)
     assert seen == set(versions)
+
+
+def test_folders_above_a_whole_folder_are_for_all_users(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with whole_folder(tmp_path / "place" / "run" / "one") as folder:
+            (folder / "file").write_text("whole")
+    finally:
+        os.umask(before)
+    made = [tmp_path / "place", tmp_path / "place" / "run", tmp_path / "place" / "run" / "one"]
+    assert [path.stat().st_mode & 0o777 for path in made] == [0o755] * 3
+
+
+def test_what_another_machine_writes_stays_until_it_has_not_changed_for_an_hour(tmp_path: Path) -> None:
+    """On a network file system the lock of another machine cannot be seen."""
+    fresh, left = (tmp_path / f".one-0ther000-{name}.writing" for name in ("fresh", "left"))
+    own = tmp_path / f".one-{_machine_mark()}-killed.writing"
+    for folder in (fresh, left, own):
+        folder.mkdir()
+        (folder / "file").write_text("half")
+    for path in (left / "file", left):
+        os.utime(path, (time.time() - LEFT_S - 60,) * 2)
+    with whole_folder(tmp_path / "one") as folder:
+        (folder / "file").write_text("whole")
+    assert sorted(tmp_path.iterdir()) == sorted([fresh, tmp_path / "one"])

@@ -22,12 +22,21 @@ from node.errors import ConfigError, MachineError, UsageError
 from node.publication.model_card import CurvePoint, curve_drawing, read_curve, with_point, write_curve
 from node.publication.model_folder import STATE_FILE, read_publication, verify_model_folder
 from node.publication.publisher import Publisher, PublishEvent
-from node.publication.stores import COMPLETE, RECORD_FILE, Store, Superseded, open_store, revision_of, round_of
+from node.publication.stores import (
+    COMPLETE,
+    RECORD_FILE,
+    CheckSize,
+    Store,
+    Superseded,
+    open_store,
+    revision_of,
+    round_of,
+)
 from node.publication.waiting_rounds import MOST_WAITING, WaitingRounds
 from node.status import PublicationInfo
 from node.training.checkpoint import CheckpointStore, read_outer
 from node.worker_protocol import FoundFrom
-from tests.publish_hub import PublishHub
+from tests.publish_hub import PublishHub, Repository
 from tests.unit.data_folder import make_data_folder
 from tests.unit.test_amendments import accepted, amendment
 from tests.unit.test_export import make_trained, run_of
@@ -213,6 +222,10 @@ def store_at(address: str, part: str = "mine") -> Store:
     return open_store(parse_publish_address(address, may_have_revision=True), token=TOKEN, part=part)
 
 
+def any_size(_: int) -> None:
+    """Any publication fits."""
+
+
 def make_folder(path: Path, text: str) -> Path:
     path.mkdir(parents=True)
     (path / RECORD_FILE).write_text(text)
@@ -226,21 +239,21 @@ def test_a_place_holds_a_revision_once(address: str, tmp_path: Path) -> None:
     assert store.put(ONE, make_folder(tmp_path / "one", "one"))
     assert store.has(ONE) and not store.has(TWO)
     assert not store_at(address, "other").put(ONE, make_folder(tmp_path / "other", "other"))
-    assert (store.fetch(tmp_path / "got") / RECORD_FILE).read_text() == "one"
+    assert (store.fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == "one"
 
 
 def test_the_newest_whole_revision_is_fetched(address: str, tmp_path: Path) -> None:
     store = store_at(address)
     for revision, text in ((ONE, "one"), (TWO, "two")):
         store.put(revision, make_folder(tmp_path / text, text))
-    assert (store_at(address).fetch(tmp_path / "got") / RECORD_FILE).read_text() == "two"
+    assert (store_at(address).fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == "two"
     one = f"{address}@{ONE}" if address.startswith("hub:") else f"{address}/{ONE}"
-    assert (store_at(one).fetch(tmp_path / "old") / RECORD_FILE).read_text() == "one"
+    assert (store_at(one).fetch(tmp_path / "old", any_size) / RECORD_FILE).read_text() == "one"
 
 
 def test_a_place_without_a_publication_says_so(address: str, tmp_path: Path) -> None:
     with pytest.raises((UsageError, MachineError)) as caught:
-        store_at(address).fetch(tmp_path / "got")
+        store_at(address).fetch(tmp_path / "got", any_size)
     assert ":" in str(caught.value) and caught.value.exit_code in (2, 3)
 
 
@@ -253,7 +266,7 @@ def test_a_url_without_its_marker_holds_nothing(tmp_path: Path) -> None:
         marker.write_text(torn)
         assert not store.has(ONE), torn
     with pytest.raises(UsageError, match="no whole publication"):
-        store.fetch(tmp_path / "got")
+        store.fetch(tmp_path / "got", any_size)
     assert store.put(ONE, tmp_path / "one") and marker.read_text() == whole
 
 
@@ -262,8 +275,68 @@ def test_two_publishers_at_one_url_do_not_mix_their_files(tmp_path: Path) -> Non
     make_folder(tmp_path / "place" / ONE / "first", "torn")  # The first was killed before its marker.
     assert second.put(ONE, make_folder(tmp_path / "two", "two"))
     assert not first.put(ONE, make_folder(tmp_path / "one", "one"))
-    got = first.fetch(tmp_path / "got")
+    got = first.fetch(tmp_path / "got", any_size)
     assert {path.name: path.read_text() for path in got.iterdir()} == {RECORD_FILE: "two", "README.md": "# two\n"}
+
+
+def test_two_publishers_of_one_name_keep_the_part_that_counts(tmp_path: Path) -> None:
+    """Both have looked before either was done."""
+    first: Any = store_at(f"local://{tmp_path / 'place'}")
+    second = store_at(f"local://{tmp_path / 'place'}")
+    complete_part, looks = first._complete_part, []
+
+    def look(fs: Any, folder: str) -> str | None:
+        looks.append(complete_part(fs, folder))
+        if len(looks) == 1:
+            second.put(ONE, tmp_path / "one")
+        return looks[-1]
+
+    make_folder(tmp_path / "one", "one")
+    first._complete_part = look
+    assert not first.put(ONE, tmp_path / "one")
+    assert looks == [None, "mine"]
+    assert (second.fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == "one"
+
+
+def test_nothing_is_downloaded_without_room(address: str, tmp_path: Path) -> None:
+    """A folder is read where it is."""
+    store_at(address).put(ONE, make_folder(tmp_path / "one", "one"))
+    sizes: list[int] = []
+
+    def refuse(size_bytes: int) -> None:
+        sizes.append(size_bytes)
+        raise MachineError("no room")
+
+    if "://" in address or address.startswith("hub:"):
+        with pytest.raises(MachineError, match="no room"):
+            store_at(address).fetch(tmp_path / "got", refuse)
+        assert sizes == [len("one") + len("# one\n")]
+        assert not any(path.is_file() for path in (tmp_path / "got").rglob("*"))
+    else:
+        assert store_at(address).fetch(tmp_path / "got", refuse) == tmp_path / "place" / ONE
+
+
+def test_a_repository_with_other_files_is_refused_and_keeps_them(hub: PublishHub, tmp_path: Path) -> None:
+    hub.repositories["ada/tiny"] = repository = Repository()
+    repository.add("thesis", {".gitattributes": b"", "README.md": b"", "thesis.pdf": b"years"})
+    with pytest.raises(UsageError, match="name an empty or a new repository"):
+        store_at("hub:ada/tiny").put(ONE, make_folder(tmp_path / "one", "one"))
+    assert [commit.title for commit in repository.commits] == ["thesis"]
+    repository.add("only the files of a new repository", {".gitattributes": b"", "README.md": b""})
+    assert store_at("hub:ada/tiny").put(ONE, tmp_path / "one")
+
+
+def test_a_folder_that_cannot_be_read_is_a_failure_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read every folder, so the refusal is made here."""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(MachineError, match="make the folder readable"):
+        store_at(str(tmp_path / "place")).has(ONE)
 
 
 def test_the_hub_gets_one_commit_and_a_tag_for_each_revision(hub: PublishHub, tmp_path: Path) -> None:
@@ -313,7 +386,7 @@ def test_a_round_older_than_the_newest_on_the_hub_is_superseded(hub: PublishHub,
     store.put(TWO, make_folder(tmp_path / "two", "two"))
     with pytest.raises(Superseded):
         store.put(ONE, make_folder(tmp_path / "one", "one"))
-    assert (store.fetch(tmp_path / "got") / RECORD_FILE).read_text() == "two"
+    assert (store.fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == "two"
 
 
 def test_a_token_that_may_not_write_is_named_by_its_place_and_not_shown(hub: PublishHub, tmp_path: Path) -> None:
@@ -325,7 +398,7 @@ def test_a_token_that_may_not_write_is_named_by_its_place_and_not_shown(hub: Pub
 
 def test_a_folder_that_cannot_be_written_is_a_failure_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "place").write_text("a file")
-    with pytest.raises(MachineError, match="make the folder writable"):
+    with pytest.raises(MachineError, match="make the folder readable and writable"):
         store_at(str(tmp_path / "place")).put(ONE, make_folder(tmp_path / "one", "one"))
 
 
@@ -357,7 +430,7 @@ class FakeStore:
         self.there.add(revision)
         return is_new
 
-    def fetch(self, target: Path) -> Path:
+    def fetch(self, target: Path, check_size: CheckSize) -> Path:
         raise NotImplementedError
 
 
