@@ -33,6 +33,9 @@ WEIGHT_RATIO_MAX = 64
 BUILTIN_TEXT = "builtin:python-stdlib"
 SOURCE_KINDS = ("builtin", "hub", "parquet", "json", "text")
 MOST_PHASES = 64
+MOST_TOKENS = 2**62
+MOST_ROUNDS = 10**6
+MOST_MEMBERS = 10**6
 MOST_KEYS = 16
 """Limit on the keys that may steer a run."""
 SPARSE_CODECS = ("topk", "topk64")
@@ -48,7 +51,7 @@ class Section(BaseModel):
     """Base class of all configuration sections. They are frozen and refuse unknown keys. The docstring under a field
     describes its key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ def parse_source(text: str) -> Source:
         options = dict(parse_qsl(query, strict_parsing=bool(query)))
     except ValueError as exc:
         raise ValueError(f"{text!r} in sources has malformed options {query!r}: write option=value&..") from exc
+    if text != printable(text, len(text)):
+        raise ValueError("a source has a control character: use plain text")
     if kind not in SOURCE_KINDS or not place or not options.keys() <= set(allowed):
         raise ValueError(
             f"{text!r} in sources is not KIND:PLACE; the kinds are {', '.join(SOURCE_KINDS)}, "
@@ -109,19 +114,19 @@ class ModelConfig(Section):
     """Source of the initial parameters: a folder or `hub:OWNER/NAME` with safetensors; empty means random parameters.
     The founder loads parameters and shape from it, and joiners get both from the swarm. The manifest holds only its
     name."""
-    vocab_size: int = Field(258, ge=2)
+    vocab_size: int = Field(258, ge=2, le=2**24)
     """Number of entries of the embedding. The byte tokenizer needs 258: 256 bytes, and begin and end of document."""
-    hidden_size: int = Field(128, ge=8)
+    hidden_size: int = Field(128, ge=8, le=2**20)
     """Width of the residual stream."""
-    intermediate_size: int = Field(384, ge=8)
+    intermediate_size: int = Field(384, ge=8, le=2**22)
     """Width inside the gated feed-forward layers."""
     num_hidden_layers: int = Field(4, ge=1, le=10_000)
     """Number of transformer blocks."""
-    num_attention_heads: int = Field(4, ge=1)
+    num_attention_heads: int = Field(4, ge=1, le=2**14)
     """Number of query heads."""
-    num_key_value_heads: int = Field(4, ge=1)
+    num_key_value_heads: int = Field(4, ge=1, le=2**14)
     """Number of key and value heads. Fewer than query heads means grouped-query attention."""
-    head_dim: int = Field(0, ge=0)
+    head_dim: int = Field(0, ge=0, le=2**14)
     """Width of a head; 0 means `hidden_size` divided by the number of query heads."""
     max_position_embeddings: int = Field(1024, ge=8, le=2**24)
     """Longest sequence of the model in tokens."""
@@ -162,7 +167,7 @@ class DataConfig(Section):
     folder of a fast tokenizer, relative to `node.text_dir`, or `hub:OWNER/NAME@REVISION`."""
     held_out_source: str = ""
     """Source of the evaluation text, such as a validation split; empty means held-out documents of the first source."""
-    held_out_one_in: int = Field(20, ge=2)
+    held_out_one_in: int = Field(20, ge=2, le=10**6)
     """Without `held_out_source`, one document in this many, chosen by the hash of its text, is used only for
     evaluation."""
 
@@ -170,6 +175,8 @@ class DataConfig(Section):
     def _readable(self) -> DataConfig:
         parsed = [parse_source(text) for text in (*self.sources, *filter(None, (self.held_out_source,)))]
         name = self.tokenizer
+        if name != printable(name, len(name)):
+            raise ValueError("tokenizer has a control character: use plain text")
         if not (
             is_hub_name(name.removeprefix("hub:").partition("@")[0]) if name.startswith("hub:") else stays_inside(name)
         ):
@@ -208,7 +215,7 @@ class InnerConfig(Section):
     """Decoupled weight decay, on matrices only."""
     clip_norm: float = Field(1.0, gt=0)
     """Largest gradient norm; larger gradients are scaled down to it."""
-    warmup_tokens: int = Field(0, ge=0)
+    warmup_tokens: int = Field(0, ge=0, le=MOST_TOKENS)
     """Tokens of the whole swarm during which the rate rises linearly from zero."""
     schedule: Schedule = "cosine"
     """Learning rate after the warm-up. `cosine` and `linear` fall until `run.total_tokens`; `wsd` is constant and falls
@@ -220,9 +227,9 @@ class InnerConfig(Section):
     """Share of `run.total_tokens` in which `wsd` falls (arXiv 2404.06395: 0.1)."""
     cycles: int = Field(4, ge=1, le=10_000)
     """Number of cycles of `restarts`."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: int = Field(8, ge=1, le=2**20)
     """Sequences per inner step of one node, accumulated over micro-batches."""
-    sequence_length: int = Field(256, ge=8)
+    sequence_length: int = Field(256, ge=8, le=2**24)
     """Tokens per sequence."""
 
 
@@ -230,14 +237,14 @@ class PhaseConfig(Section):
     """A part of a run, from a number of swarm tokens until the next phase or the end. Settings that it does not name
     are those of [run]."""
 
-    from_tokens: int = Field(ge=1)
+    from_tokens: int = Field(ge=1, le=MOST_TOKENS)
     """Tokens of the whole swarm at which the phase begins."""
     lr_ratio: float = Field(1.0, gt=0, le=1000)
     """Factor on the learning rate."""
     schedule: Schedule | None = None
     """A schedule over the tokens of this phase alone, with a peak of `lr_ratio` times `run.inner.lr`; None goes on with
     `run.inner.schedule`."""
-    warmup_tokens: int = Field(0, ge=0)
+    warmup_tokens: int = Field(0, ge=0, le=MOST_TOKENS)
     """Warm-up of the phase's own schedule (arXiv 2403.08763)."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """`run.data.weights` of rounds that begin in this phase."""
@@ -265,18 +272,18 @@ class RoundConfig(Section):
     policy: Literal["time", "steps"] = "time"
     """With `steps`, every node makes `inner_steps` inner steps a round. With `time`, rounds end by the clock, and a
     contribution's weight is its number of tokens."""
-    inner_steps: int = Field(500, ge=1)
+    inner_steps: int = Field(500, ge=1, le=10**7)
     """Inner steps H of a typical node between two outer steps."""
-    most_inner_steps: int = Field(0, ge=0)
+    most_inner_steps: int = Field(0, ge=0, le=10**7)
     """Upper bound of H with `sync.auto`; 0 means four times `inner_steps`."""
-    min_peers: int = Field(2, ge=1)
+    min_peers: int = Field(2, ge=1, le=MOST_MEMBERS)
     """Fewest members for an outer step; with 1 a lone node continues by itself."""
     quorum_ratio: float = Field(0.5, gt=0, le=1)
     """The grace period for late members begins when the ready members have this share of the live members' tokens in
     the last round."""
-    first_round_tokens: int = Field(0, ge=0)
+    first_round_tokens: int = Field(0, ge=0, le=MOST_TOKENS)
     """Estimated tokens of the swarm in round 0, for the learning rate; 0 means the tokens of this node's H steps."""
-    max_tokens: int = Field(0, ge=0)
+    max_tokens: int = Field(0, ge=0, le=MOST_TOKENS)
     """Upper bound of a contribution's weight in tokens, as members count their own; 0 means 64 times the tokens of H
     steps."""
 
@@ -302,7 +309,7 @@ class SyncConfig(Section):
     """Factor on the error when it is added; below 1 forgets old errors (SparseLoCo, arXiv 2508.15706: 0.95)."""
     err_beta: float = Field(0.8, ge=0, lt=1)
     """Weight of the old average in the moving average of `loco`."""
-    feedback_reset_rounds: int = Field(512, ge=0)
+    feedback_reset_rounds: int = Field(512, ge=0, le=MOST_ROUNDS)
     """Rounds after which `loco` forgets all errors; 0 means never."""
     merge: Literal["mix", "correction"] = "mix"
     """What a node keeps, with `overlapped`, of the steps that it made during the averaging. `mix` keeps a
@@ -338,11 +345,11 @@ class SyncConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation of the anchor on the held-out split at the end of rounds."""
 
-    batches: int = Field(4, ge=0)
+    batches: int = Field(4, ge=0, le=10**5)
     """Batches of `inner.batch_size` sequences; 0 turns evaluation off."""
-    every_rounds: int = Field(1, ge=1)
+    every_rounds: int = Field(1, ge=1, le=MOST_ROUNDS)
     """Rounds from one evaluation to the next."""
-    members: int = Field(0, ge=0)
+    members: int = Field(0, ge=0, le=MOST_MEMBERS)
     """Number of a round's members that evaluate, drawn anew each time; 0 means all of them."""
     budget_s: float = Field(30.0, gt=0)
     """Time limit of an evaluation, seconds; the batches finished by then count."""
@@ -362,7 +369,7 @@ class SampleConfig(Section):
 
     prompts: Annotated[tuple[Prompt, ...], Field(max_length=4)] = ("def main(", "The ")
     """Beginnings that the anchor continues, at most four; empty turns samples off."""
-    every_rounds: int = Field(10, ge=1)
+    every_rounds: int = Field(10, ge=1, le=MOST_ROUNDS)
     """Rounds from one sample to the next. The first round has one as well. A node that is too slow makes none."""
     tokens: int = Field(64, ge=1, le=256)
     """Most tokens of a continuation."""
@@ -394,7 +401,7 @@ class RunConfig(Section):
     """Name of the run for people."""
     purpose: Annotated[str, Field(max_length=2000), AfterValidator(_check_purpose)] = ""
     """What the run is for, in the founder's words, as its public page shows it."""
-    total_tokens: int = Field(2_000_000_000, ge=1)
+    total_tokens: int = Field(2_000_000_000, ge=1, le=MOST_TOKENS)
     """Tokens of the whole swarm after which nodes export the model and stop. The learning-rate schedule ends there."""
     phases: Annotated[tuple[PhaseConfig, ...], Field(max_length=MOST_PHASES)] = ()
     """Changes of the learning rate and of the mix of sources in mid-run, as tables [[run.phases]] with `from_tokens`

@@ -39,6 +39,9 @@ RESIDUALS = 4
 """Residuals of error feedback in memory: of the contribution and of the mean, before and after a round."""
 BASE_BYTES = 0.7 * GB
 """Memory of Python, torch, libp2p's daemon and the supervisor."""
+TOKEN_BYTES = 8
+BATCHES = 4
+"""Batches in memory beside those of the evaluation: the one that is trained on, and those that are prepared."""
 CHECKPOINT_BYTES = 20
 """Bytes a parameter for anchor, momentum, local weights and two moments, all fp32."""
 KEPT_RESULTS = 8
@@ -70,6 +73,7 @@ class Requirements:
 
 def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Requirements:
     """Compute the requirements by formula. `precision` is `fp32`, `bf16` or `fp16`."""
+    batch_bytes = TOKEN_BYTES * run.inner.batch_size * (run.inner.sequence_length + 1)
     parameters = sum(unit_elements(run.model))
     result_bytes = make_codec(run.sync.encoding_of_results).encoded_bytes(parameters)
     half = 0 if precision == "fp32" else HALF_BYTES
@@ -80,7 +84,9 @@ def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Req
     return Requirements(
         device_bytes=(DEVICE_BYTES + half) * parameters,
         row_bytes=row_bytes(run, config.devices, precision),
-        host_bytes=(HOST_BYTES + RESIDUALS * residual + 2 * more_moments) * parameters + BASE_BYTES,
+        host_bytes=(HOST_BYTES + RESIDUALS * residual + 2 * more_moments) * parameters
+        + (run.evaluation.batches + BATCHES) * batch_bytes
+        + BASE_BYTES,
         disk_bytes=((config.checkpoint.keep + 1) * saved + residual) * parameters + KEPT_RESULTS * result_bytes,
         least_disk_bytes=2 * (saved * parameters + META_BYTES) + residual * parameters + result_bytes,
     )
