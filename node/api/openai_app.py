@@ -12,8 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +38,7 @@ from node.api.openai_models import (
 )
 
 BODY_BYTES_MAX = 2**20
+CLOSE_S = 10.0
 logger = logging.getLogger(__name__)
 
 
@@ -46,15 +46,15 @@ class Generations:
     """Runs at most `most` generations at a time, each on a thread. Used by one event loop."""
 
     def __init__(self, most: int, prepare_thread: Callable[[], None] = lambda: None) -> None:
-        self._most, self._running = most, 0
-        self._pool = ThreadPoolExecutor(most, "generation", prepare_thread)
+        self._most, self._prepare_thread = most, prepare_thread
+        self._threads: set[threading.Thread] = set()
 
     async def run(self, pieces: Iterator[Piece]) -> AsyncGenerator[Piece, None]:
         """Yield the pieces, which a thread computes. Closing this iterator ends the thread after its next piece.
 
         Raises OpenAiError if too many generations run, and the exceptions of `pieces`.
         """
-        if self._running >= self._most:
+        if len(self._threads) >= self._most:
             text = f"This server answers at most {self._most} requests at a time: try again soon."
             raise OpenAiError(429, text, code="rate_limit_exceeded")
         loop, is_unwanted = asyncio.get_running_loop(), threading.Event()
@@ -62,18 +62,23 @@ class Generations:
 
         def compute() -> None:
             try:
+                self._prepare_thread()
                 for piece in pieces:
                     if is_unwanted.is_set():
                         return
-                    loop.call_soon_threadsafe(queue.put_nowait, piece)
+                    tell(queue.put_nowait, piece)
             except Exception as exc:  # noqa: BLE001 - raised again where the pieces are read
-                loop.call_soon_threadsafe(queue.put_nowait, exc)
+                tell(queue.put_nowait, exc)
+            finally:
+                tell(self._threads.discard, thread)
 
-        def count_end(_: asyncio.Future[None]) -> None:
-            self._running -= 1
+        def tell(function: Callable[[Any], None], argument: Any) -> None:
+            with suppress(RuntimeError):  # The loop is closed, as `close` waits only for CLOSE_S.
+                loop.call_soon_threadsafe(function, argument)
 
-        self._running += 1
-        loop.run_in_executor(self._pool, compute).add_done_callback(count_end)
+        thread = threading.Thread(target=compute, name="generation", daemon=True)
+        self._threads.add(thread)
+        thread.start()
         try:
             while True:
                 item = await queue.get()
@@ -86,8 +91,14 @@ class Generations:
             is_unwanted.set()
 
     def close(self) -> None:
-        """Wait until all threads have ended. Blocks."""
-        self._pool.shutdown()
+        """Wait until all threads have ended, at most CLOSE_S. Blocks.
+
+        A thread that does not end has been blocked by foreign code, such as the template of a tokenizer. It ends with
+        the process.
+        """
+        ends_at = time.monotonic() + CLOSE_S
+        for thread in list(self._threads):
+            thread.join(max(0.0, ends_at - time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,14 +13,15 @@ from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
 from node.api.errors import describe_problems
-from node.api.leaderboard import KnownOwner
+from node.api.leaderboard import Ranking
 from node.api.node_interface import Node, View
 from node.api.public_page import STYLE, render
 from node.api.public_run import (
     OwnRun,
     PublicRun,
     make_public_run,
-    own_line,
+    names_in,
+    rank_members,
     read_credit,
     read_owners,
     read_run,
@@ -44,8 +44,9 @@ class PublicPage:
     """The data folder."""
     _made_at: float = -FRESH_S
     _run: PublicRun | None = None
-    _credit: Mapping[str, Any] | None = None
-    _owners: Mapping[str, KnownOwner] = field(default_factory=dict)
+    _ranking: Ranking = field(default_factory=Ranking)
+    _ranked: tuple[Any, ...] = ()
+    """What the ranking was made of."""
     _html: bytes = b""
     _json: bytes = b""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -58,16 +59,19 @@ class PublicPage:
             return self._run
 
     def _make(self, view: View) -> PublicRun:
-        folder = self.folder
-        self._credit, self._owners = read_credit(folder), read_owners(folder)
+        folder, node = self.folder, view.status.node
+        credit, owners, names = read_credit(folder), read_owners(folder), names_in(view) | {node.peer_id: node.name}
+        if self._ranked != (credit, names, owners):  # Ranking thousands of members takes most of a second.
+            self._ranking, self._ranked = rank_members(credit, names, owners), (credit, names, owners)
         now, samples = datetime.now(UTC), read_samples(folder)
-        run = make_public_run(view, read_run(folder), self._credit, now, self._owners, samples)
+        run = make_public_run(view, read_run(folder), credit, now, self._ranking, samples)
         self._html, self._json = render(run).encode(), run.model_dump_json().encode()
         return run
 
     async def own_run(self) -> OwnRun:
-        run, node = await self.run(), self.node.view().status.node
-        return OwnRun(run=run, own=own_line(self._credit, self._owners, node.peer_id, node.name))
+        run, peer_id = await self.run(), self.node.view().status.node.peer_id
+        own = next((line for line in self._ranking.members if peer_id and line.key == peer_id), None)
+        return OwnRun(run=run, own=own)
 
     async def html(self) -> bytes:
         await self.run()

@@ -10,7 +10,6 @@ from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -180,10 +179,13 @@ def make_public_run(
     manifest: Manifest | None,
     credit: Mapping[str, Any] | None,
     now: datetime,
-    owners: Mapping[str, KnownOwner] = MappingProxyType({}),
+    ranking: Ranking | None = None,
     samples: Sequence[Sample] = (),
 ) -> PublicRun:
-    """Collect what the page shows. `credit`, `owners` and `samples` are the results of the functions above."""
+    """Collect what the page shows. `credit` and `samples` are the results of the functions above.
+
+    `ranking` is that of `rank_members`, if the caller has it already.
+    """
     status, run = view.status, view.status.run
     done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
     model = manifest.run.model if manifest is not None else None
@@ -194,7 +196,7 @@ def make_public_run(
     is_complete = bool(total) and not left
     is_near = rate is not None and 0 < left <= rate * LONGEST_FORECAST_S
     ends_at = now + timedelta(seconds=left / rate) if rate and is_near else None
-    ranking = _rank(credit, _names(view), owners)
+    ranking = ranking or rank_members(credit, names_in(view), {})
     return PublicRun(
         name=run.name or (manifest.run.name if manifest is not None else ""),
         purpose=manifest.run.purpose if manifest is not None else "",
@@ -249,7 +251,9 @@ def _chosen_samples(samples: Sequence[Sample]) -> tuple[PublicSample, ...]:
     )
 
 
-def _rank(credit: Mapping[str, Any] | None, names: Mapping[str, str], owners: Mapping[str, KnownOwner]) -> Ranking:
+def rank_members(
+    credit: Mapping[str, Any] | None, names: Mapping[str, str], owners: Mapping[str, KnownOwner]
+) -> Ranking:
     """The leaderboard; empty without a table of credit, or if the table is damaged."""
     try:
         return rank(credit, names, owners) if credit is not None else Ranking()
@@ -257,15 +261,7 @@ def _rank(credit: Mapping[str, Any] | None, names: Mapping[str, str], owners: Ma
         return Ranking()
 
 
-def own_line(
-    credit: Mapping[str, Any] | None, owners: Mapping[str, KnownOwner], peer_id: str, name: str
-) -> RankedMember | None:
-    """The leaderboard's line of one peer; None if it has none."""
-    lines = _rank(credit, {peer_id: name}, owners).members
-    return next((line for line in lines if peer_id and line.key == peer_id), None)
-
-
-def _names(view: View) -> dict[str, str]:
+def names_in(view: View) -> dict[str, str]:
     """The newest known name of each peer."""
     found = {member.peer_id: member.name for record in reversed(view.rounds) for member in record.members}
     return found | {row.peer_id: row.name for row in view.swarm if row.name}

@@ -30,8 +30,8 @@ def generate(config: Config, text: str, *, tokens: int, temperature: float, seed
     With `temperature` 0, each token is the likeliest. Raises DataFolderError without a checkpoint, UsageError if the
     text leaves no room, and MachineError without the run's tokenizer.
     """
-    if tokens < 1 or temperature < 0:
-        raise UsageError("--tokens must be at least 1, and --temperature not below 0.")
+    if tokens < 1 or not 0 <= temperature <= 100 or not 0 <= (seed or 0) < 2**63:
+        raise UsageError("--tokens must be at least 1, --temperature from 0 to 100, and --seed from 0 to 2^63 - 1.")
     manifest, checkpoint = newest(config)
     shape, tokenizer = manifest.run.model, tokenizer_of(manifest.run, config)
     prompt = tokenizer.prompt(text)

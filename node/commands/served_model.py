@@ -56,7 +56,8 @@ class ServedModel:
         return cls(facts, manifest, tokenizer, model)
 
     def complete(self, text: str, options: SamplingOptions) -> Iterator[Piece]:
-        return self._continue(self._tokenizer.prompt(text), options, options.stop, param="prompt")
+        """Continue a text. Like `chat`, this is a generator, so its thread does the encoding as well."""
+        yield from self._continue(self._tokenizer.prompt(text), options, options.stop, param="prompt")
 
     def chat(self, messages: Sequence[Mapping[str, str]], options: SamplingOptions) -> Iterator[Piece]:
         """Answer a conversation, in the format of the tokenizer's chat template, or else in `plain_chat`."""

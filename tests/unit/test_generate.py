@@ -53,11 +53,13 @@ def test_generate_at_temperature_0_picks_the_likeliest_tokens(folder: Path, caps
     ("text", "flags", "problem"),
     [
         ("x", ("--tokens", "0"), "--tokens must be at least 1"),
-        ("x", ("--temperature", "-1"), "--temperature not below 0"),
+        ("x", ("--temperature", "-1"), "--temperature from 0 to 100"),
+        ("x", ("--temperature", "nan"), "--temperature from 0 to 100"),
+        ("x", ("--seed", str(2**70)), "--seed from 0 to 2^63"),
         ("x" * RUN.model.max_position_embeddings, (), "too long"),
         ("x", ("--data-dir", "nowhere"), "belongs to no run yet"),
     ],
-    ids=["tokens", "temperature", "text too long", "no run"],
+    ids=["tokens", "temperature", "no temperature", "seed", "text too long", "no run"],
 )
 def test_generate_command_refuses_bad_arguments(
     folder: Path, text: str, flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
