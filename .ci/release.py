@@ -1,5 +1,6 @@
-"""Makes and uses the key that signs releases. Run it from the top of the checkout, with PYTHONPATH=. and .ci/signing.lock
-installed, or in the environment of `make`.
+"""Makes and uses the key that signs releases.
+
+Run it from the top of the checkout: with PYTHONPATH=. and .ci/signing.lock installed, or in the environment of `make`.
 
     python .ci/release.py key FILE                    write a new private key, and print its public key
     python .ci/release.py sign WHEEL [--notes FILE]   write release.json beside the wheel

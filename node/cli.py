@@ -310,6 +310,7 @@ def _add_steer(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None
         "words", metavar="WORD", nargs="*", help="KEY=VALUE (amend), ROUND (rollback), or FILE (sign, submit)"
     )
     command.add_argument("--from-round", metavar="N", type=int, help="first round to which the change applies")
+    command.add_argument("--replace", metavar="NUMBER", type=int, help="replace this pending rollback")
     command.add_argument("--key", metavar="FILE", type=Path, help="key file (default: the key of this node)")
     command.add_argument(
         "--out", metavar="FILE", type=Path, help="write the signed amendment to a file, and do not submit it"
@@ -828,8 +829,10 @@ def _steer(call: Call) -> int:
         raise UsageError("Name the round to go back to: `diloco-node steer rollback ROUND`.")
     if args.action not in ("amend", "rollback", "sign", "submit") and args.words:
         raise UsageError(f"`steer {args.action}` takes no further word: see `diloco-node steer --help`.")
-    if args.action in ("show", "sign", "submit") and (args.from_round is not None or args.out is not None):
-        raise UsageError("--from-round and --out belong to amend, pause, resume, rollback and stop.")
+    if args.action in ("show", "sign", "submit") and any(
+        one is not None for one in (args.from_round, args.out, args.replace)
+    ):
+        raise UsageError("--from-round, --replace and --out belong to amend, pause, resume, rollback and stop.")
     if args.action == "show":
         print(steer.describe(steer.governance(client)))
     elif args.action == "sign":
@@ -837,10 +840,12 @@ def _steer(call: Call) -> int:
     elif args.action == "submit":
         print(steer.submit(client, steer.read(Path(args.words[0]))[0]))
     else:
-        content: dict[str, Any] = {"changes": steer.parse_changes(args.words)} if args.action == "amend" else {}
+        content: dict[str, Any] = {}
+        if args.action == "amend":
+            content = {"changes": steer.read_sources(call.loaded.config, steer.parse_changes(args.words))}
         if args.action == "rollback":
             content = steer.read_target(call.data_dir, args.words[0])
-        amendment = steer.draft(client, args.action, content, args.from_round)
+        amendment = steer.draft(client, args.action, content, args.from_round, args.replace)
         signed, missing = steer.sign(client, steer.read_key(call.data_dir, args.key), amendment)
         if args.out is None and missing > 0:
             raise UsageError(f"The run needs {missing + 1} signatures: write a file with --out FILE, and pass it on.")

@@ -185,8 +185,11 @@ class AmendmentInfo(Value):
     """The new values, such as `inner.lr = 0.0002`, or `pause`, `resume` or `stop`."""
     signers: tuple[str, ...]
     """Peer ids of the keys that have signed it."""
+    is_rollback: bool = False
     accepted_round: int | None = None
     """The round whose record has accepted it; None while it is pending."""
+    was_skipped: bool = False
+    """Whether it is a rollback that did not take place, because too few members of its round had the state."""
 
 
 class RefusedAmendment(Value):

@@ -120,8 +120,9 @@ test("a pause by the traffic limit says until when", () => {
 });
 
 test("an amendment says whether it is pending, and from which round on it applies", () => {
-  expect(amendmentState({ from_round: 9, accepted_round: null })).toBe("Pending, from round 9 on.");
-  expect(amendmentState({ from_round: 9, accepted_round: 5 })).toBe("Accepted by round 5, from round 9 on.");
+  expect(amendmentState({ from_round: 9, accepted_round: null, was_skipped: false })).toBe("Pending, from round 9 on.");
+  expect(amendmentState({ from_round: 9, accepted_round: 5, was_skipped: false })).toBe("Accepted by round 5, from round 9 on.");
+  expect(amendmentState({ from_round: 9, accepted_round: 5, was_skipped: true })).toContain("not take place");
 });
 
 test("each governance names who may change the run", () => {

@@ -6,14 +6,16 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from node.commands.client import Client
-from node.config.amendments import CHANGEABLE, Action, Amendment, AmendmentError, SignedAmendment
+from node.config.amendments import CHANGEABLE, Action, Amendment, AmendmentError, SignedAmendment, changed
 from node.config.loader import check_value, nearest
+from node.config.schema import Config
 from node.errors import DataFolderError, UsageError
 from node.status import AmendmentInfo, GovernanceInfo
 from node.swarm.governance.charter import add_signature, sign_amendment
@@ -61,6 +63,26 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
+def read_sources(config: Config, changes: dict[str, Any]) -> dict[str, Any]:
+    """Read the text of new sources on this machine, and return the changes with names on the hub pinned to commits.
+
+    All members end if none of them can read the text. Raises MachineError or ConfigError if it cannot be read here.
+    """
+    if not changes.keys() & {"data.sources", "data.held_out_source"}:
+        return changes
+    from node.commands.export import manifest_of
+    from node.training.hub import pinned
+    from node.training.text import open_text
+
+    try:
+        run = pinned(changed(manifest_of(config.node.data_dir).run, changes))
+    except AmendmentError as exc:
+        raise UsageError(f"These sources do not fit the other settings of the run: {exc}.") from exc
+    open_text(run, config.node.text_folder, config.node.hub_cache).held_out()
+    now = {"data.sources": list(run.data.sources), "data.held_out_source": run.data.held_out_source}
+    return changes | {key: now[key] for key in now if key in changes}
+
+
 def read_target(data_dir: Path, word: str) -> dict[str, Any]:
     """The content of a rollback to this round, of which this node has a checkpoint. Raises UsageError."""
     from node.training.checkpoint import CheckpointStore
@@ -76,10 +98,12 @@ def read_target(data_dir: Path, word: str) -> dict[str, Any]:
     return {"to_round": int(word), "state": digest}
 
 
-def draft(client: Client, action: str, content: dict[str, Any], from_round: int | None) -> Amendment:
+def draft(
+    client: Client, action: str, content: dict[str, Any], from_round: int | None, replaces: int | None = None
+) -> Amendment:
     """The next amendment of the run of this node. Raises UsageError if the run cannot be amended so.
 
-    `content` has the fields of `Amendment` that belong to the action.
+    `content` has the fields of `Amendment` that belong to the action. `replaces` is the number of a pending rollback.
     """
     info = governance(client)
     if info.mode == "fixed":
@@ -90,11 +114,16 @@ def draft(client: Client, action: str, content: dict[str, Any], from_round: int 
     from_round = usual if from_round is None else from_round
     if from_round < last + LEAST_AHEAD:
         raise UsageError(f"--from-round {from_round} is too early: the first round to change is {last + LEAST_AHEAD}.")
-    numbers = [one.number for one in info.amendments]
+    known = {one.number: one for one in info.amendments}
+    if replaces is not None:
+        old = known.get(replaces)
+        if old is None or old.accepted_round is not None or not old.is_rollback or action == "rollback":
+            raise UsageError("--replace takes the number of a pending rollback, which no other rollback can replace.")
     try:
         return Amendment(
             run=info.run,
-            number=max(numbers, default=0) + 1,
+            # An amendment that was dropped, or was left behind with its chain, has left its number free.
+            number=replaces or next(number for number in count(1) if number not in known),
             from_round=from_round,
             action=cast(Action, action),
             **content,
@@ -182,4 +211,6 @@ def describe(info: GovernanceInfo) -> str:
 
 def _line(one: AmendmentInfo) -> str:
     state = "pending" if one.accepted_round is None else f"accepted by round {one.accepted_round}"
+    if one.was_skipped:
+        state += ", and did not take place, because too few members had the state"
     return f"{one.number} is {state}: {one.change}, from round {one.from_round}, signed by {', '.join(one.signers)}"

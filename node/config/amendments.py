@@ -26,6 +26,12 @@ MOST_LIST_BYTES = 512 * 2**10
 """Limit on the encoded list, so that it fits into a header."""
 LAST_ROUND = 2**31
 MOST_NUMBER = 2**63
+MOST_DEPTH = 8
+"""Limit on lists and tables inside each other in a new value."""
+RESERVED = 2
+"""Numbers that only `resume` and `stop` may have, so that a run cannot be left paused for ever."""
+REWOUND_BYTES = 20
+"""Bytes by which the entry of a rollback grows when it takes place."""
 CHANGEABLE = (
     "total_tokens", "phases",
     "data.sources", "data.weights", "data.sources_per_member", "data.held_out_source",
@@ -134,9 +140,10 @@ class Terms:
 def _read_text(text: str) -> Amendment:
     try:
         amendment = Amendment.model_validate(json.loads(text, parse_constant=_refuse_constant))
+        is_canonical = amendment.canonical() == text
     except (ValueError, RecursionError) as exc:
         raise AmendmentError(f"it cannot be read ({_first_line(exc)})") from exc
-    if amendment.canonical() != text:
+    if not is_canonical:
         raise AmendmentError("its text is not in canonical form")
     return amendment
 
@@ -145,12 +152,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a finite number")
 
 
-def _check_json(value: Any) -> None:
+def _check_json(value: Any, depth: int = 0) -> None:
     """Raise ValueError for numbers that are not finite, or too large for exact arithmetic everywhere."""
+    if depth > MOST_DEPTH:
+        raise ValueError("a value is nested too deeply")
     if isinstance(value, int | float) and not abs(value) < MOST_NUMBER:  # An int can be too large for a float.
         raise ValueError("a number is too large")
     for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_json(child)
+        _check_json(child, depth + 1)
 
 
 def _first_line(error: Exception) -> str:
@@ -182,7 +191,7 @@ def encode_list(accepted: Sequence[AcceptedAmendment]) -> bytes:
     return json.dumps([one.model_dump() for one in accepted], sort_keys=True, separators=(",", ":")).encode()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def decode_list(data: bytes) -> tuple[AcceptedAmendment, ...]:
     """Read what `encode_list` has written. Raises AmendmentError for anything else. Checks no signature."""
     if not data:

@@ -515,6 +515,9 @@ class Manifest(Section):
     """Digest of the initial outer state, hex."""
     parameters: int = Field(ge=1, lt=2**60)
     """Number of model parameters."""
+    rewound_tokens: int = Field(0, ge=-MOST_TOKENS, le=MOST_TOKENS)
+    """By how many tokens the schedules are behind the tokens of the swarm from the start on. It is not 0 if the run
+    continues one that had gone back to an earlier state."""
     run: RunConfig
 
     @model_validator(mode="after")
@@ -526,9 +529,11 @@ class Manifest(Section):
     def canonical(self) -> bytes:
         """The bytes under the hash: UTF-8 JSON with sorted keys and no spaces.
 
-        A `fixed` run has no keys of governance, so the manifests of runs from before there were any have the same hash.
+        What a run does not use is left out, so the manifests of runs from before these fields have the same hash.
         """
         tree = self.model_dump(mode="json")
+        if not self.rewound_tokens:
+            del tree["rewound_tokens"]
         if self.run.governance == "fixed":
             for key in GOVERNANCE_KEYS:
                 del tree["run"][key]

@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from node import __version__
+from node.config.amendments import rewound_tokens, schedule_of
 from node.config.manifest import Manifest
 from node.diloco.credit import Credit
 from node.host.files import write_whole
@@ -63,7 +64,9 @@ def model_card(
     manifest: Manifest, checkpoint: Checkpoint, credit: Mapping[str, Credit], *, command: str, curve: Curve = ()
 ) -> str:
     """Return the card. `command` is the one that exported the model. The card shows CURVE_FILE if there is a curve."""
-    run, loss = manifest.run, checkpoint.extra.get("evaluation_loss")
+    run = schedule_of(manifest.run, checkpoint.amendments.encode()).at(checkpoint.round + 1).run
+    total = run.total_tokens + manifest.rewound_tokens + rewound_tokens(checkpoint.amendments.encode())
+    loss = checkpoint.extra.get("evaluation_loss")
     evaluation = "none yet"
     if loss is not None:
         evaluation = f"{loss:.3f} nats a token, perplexity {math.exp(min(loss, 700.0)):.1f}"
@@ -81,7 +84,7 @@ trained by volunteers with diloco-node (DiLoCo, arXiv 2311.08105).
 | | |
 |---|---|
 | round | {checkpoint.round} |
-| tokens of the swarm | {checkpoint.tokens:,} of {run.total_tokens:,} |
+| tokens of the swarm | {checkpoint.tokens:,} of {total:,} |
 | newest evaluation loss | {evaluation} |
 | contributors | {len(credit)} |
 | started from | {run.model.start or "random parameters"} |

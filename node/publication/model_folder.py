@@ -14,15 +14,15 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from node.config.amendments import AmendmentError, schedule_of
 from node.config.manifest import Manifest, ModelConfig, read_manifest
 from node.diloco.credit import decode
 from node.diloco.digest import leaf_bounds, leaf_hash, leaf_hashes, root_digest
 from node.diloco.outer import OuterState
-from node.errors import ManifestError, UsageError
+from node.errors import ManifestError, PeerError, UsageError
 from node.host.printable import printable
 from node.publication.model_card import CURVE_FILE, Curve, curve_drawing, model_card
 from node.publication.stores import RECORD_FILE
+from node.swarm.governance.charter import Charter
 from node.swarm.messages import Proof
 from node.training.checkpoint import Checkpoint
 from node.training.gguf_file import import_gguf, write_gguf
@@ -180,8 +180,8 @@ def _verified(folder: Path, cache: Path) -> tuple[ExportRecord, Manifest, Tensor
     if manifest.hash != record.manifest_hash or root != record.state_digest:
         raise not_valid(folder, f"{RECORD_FILE} contradicts itself")
     try:
-        schedule_of(manifest.run, record.amendments.encode())
-    except AmendmentError as exc:
+        Charter(manifest.hash, manifest.run).check_list(record.amendments.encode())
+    except PeerError as exc:
         raise not_valid(folder, "its amendments are damaged") from exc
     flat = load_pretrained(ModelConfig(start=str(folder.absolute())), cache)[1]
     if flat.numel() != record.parameters or _leaves_of(flat) != leaves[: len(leaf_bounds(flat.numel()))]:

@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from node.config.amendments import Amendment, SignedAmendment
+from node.config.manifest import RoundConfig
 from node.errors import PeerError
 from node.swarm.identity import Identity, verify
 
@@ -354,6 +355,16 @@ def is_kept(amendment: Amendment, joins: Sequence[Join]) -> bool:
     """Whether more than half of these members have the state of a rollback. Any other amendment needs none."""
     kept = sum(join.keeps == amendment.state[:16] for join in joins)
     return not amendment.state or 2 * kept > len(joins)
+
+
+def is_feasible(amendment: Amendment, joins: Sequence[Join]) -> bool:
+    """Whether these members suffice for what an amendment asks.
+
+    A rollback needs those that have its state. `round.min_peers` may not exceed their number: no round could follow,
+    and so no amendment that takes it back.
+    """
+    changed = {"min_peers": number} if (number := amendment.changes.get("round.min_peers")) is not None else {}
+    return is_kept(amendment, joins) and (not changed or RoundConfig.model_validate(changed).min_peers <= len(joins))
 
 
 def least_included(plan: Plan) -> int:

@@ -117,7 +117,7 @@ class CheckpointStore:
     ) -> None:
         """`keep`: number of checkpoints. `room`: reserves space within the disk quota for each save."""
         self._folder, self._keep, self._clock, self._room = folder, keep, clock, room
-        self._pinned_at_s: dict[int, float] = {}
+        self._pinned_until_s: dict[int, float] = {}
         self.needed: frozenset[int] = frozenset()
         """Rounds whose checkpoints are kept, if they exist, because the run may go back to them."""
 
@@ -245,14 +245,14 @@ class CheckpointStore:
         for path in self._folder.glob(f"{_ASIDE}*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def pin(self, round: int) -> None:
-        """Keep the checkpoint of this round for a joiner for PIN_S. At most MAX_PINNED are kept besides the newest."""
-        self._pinned_at_s[round] = self._clock()
+    def pin(self, round: int, for_s: float = PIN_S) -> None:
+        """Keep the checkpoint of this round for a while. At most MAX_PINNED are kept besides the newest."""
+        self._pinned_until_s[round] = max(self._clock() + for_s, self._pinned_until_s.get(round, 0.0))
 
     def pinned(self) -> list[int]:
         """Pinned rounds that still exist, newest first. Thread-safe."""
-        since_s = self._clock() - PIN_S
-        pinned = {round for round, at_s in dict(self._pinned_at_s).items() if at_s > since_s}
+        now_s = self._clock()
+        pinned = {round for round, until_s in dict(self._pinned_until_s).items() if until_s > now_s}
         return [round for round in self.rounds() if round in pinned]
 
     def rounds(self) -> list[int]:
@@ -292,7 +292,9 @@ class CheckpointStore:
         keep = {*self.rounds()[: self._keep], *self.needed}
         # Keep the oldest pinned ones, because their readers will finish first.
         keep |= {*[round for round in reversed(self.pinned()) if round not in keep][:MAX_PINNED]}
-        self._pinned_at_s = {round: at_s for round, at_s in dict(self._pinned_at_s).items() if round in keep}
+        self._pinned_until_s = {
+            round: until_s for round, until_s in dict(self._pinned_until_s).items() if round in keep
+        }
         for path in self._candidates():
             if _round_of(path) not in keep:
                 try:

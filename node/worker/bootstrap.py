@@ -191,7 +191,7 @@ class Worker:
         """Publish and evaluate rounds for the length of this block, as far as this node is to."""
         config, swarm, store, reporter = self._config, session.swarm, session.store, self._reporter
         duties = self._duties = Duties(
-            Publishing(config, session.manifest, store, reporter, self._counters, lambda: swarm.view),
+            Publishing(config, store, reporter, self._counters, lambda: swarm.view, session.is_last),
             TaskEvaluation(config, store, reporter, lambda: swarm.view, lambda s: swarm.tell_peers(evaluation=s)),
         )
         try:

@@ -35,6 +35,8 @@ MAX_ROUNDS = 4
 """Most rounds of a fragment between checkpoints. Peers keep results for twice as many, so that joiners can replay."""
 SAVE_RATIO = 20.0
 """Within a round, the time between checkpoints is at least this many times the time that the newest took to write."""
+ROLLBACK_PIN_S = 600.0
+"""A state that a join has promised for a rollback stays for so long at least."""
 SETTLE_S = 1.0
 """Pause between the end of a round and its checkpoint, because the processors are still busy with the round."""
 
@@ -130,6 +132,7 @@ class CheckpointSource:
         return min((*(snapshot.round for snapshot in self._snapshots[:1]), *self._store.pinned()), default=None)
 
     def holds(self, round_: int, digest: str) -> bool:
+        self._store.pin(round_, ROLLBACK_PIN_S)
         return self._store.digest_at(round_) == digest
 
     def load(self, round_: int, digest: str) -> OuterState | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from node.config.amendments import schedule_of
+from node.config.amendments import rewound_tokens, schedule_of
 from node.config.loader import set_value, value_of
 from node.config.manifest import ModelConfig, RunConfig
 from node.config.publish_address import parse_publish_address
@@ -61,7 +61,8 @@ def _check(run: RunConfig, before: RunConfig, publication: Publication) -> None:
             f"The publication has {moments} moments of its outer optimizer {before.outer.optimizer}, which "
             f"run.outer.optimizer {run.outer.optimizer} cannot continue: choose {before.outer.optimizer}."
         )
-    tokens = publication.state.tokens
+    amendments = publication.state.amendments
+    tokens = publication.state.tokens - publication.manifest.rewound_tokens - rewound_tokens(amendments)
     if tokens >= run.total_tokens:
         raise ConfigError(
             f"The run of the publication is complete, with {tokens:,} of {run.total_tokens:,} tokens: set "

@@ -19,7 +19,7 @@ class Duties:
 
     def needs_checkpoint(self, tip: Tip) -> bool:
         """Whether the state at this tip has to be on the disk."""
-        return self.publishing.is_due(tip.round, tip.state.tokens) or self.evaluation.is_due(tip.round)
+        return self.publishing.is_due(tip) or self.evaluation.is_due(tip.round)
 
     def saved(self, tip: Tip) -> None:
         """Begin with the round of this tip if it is due. Its checkpoint is on the disk."""

@@ -13,7 +13,6 @@ from contextlib import suppress
 
 from pydantic import ValidationError
 
-from node.config.manifest import Manifest
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.publication.model_card import CurvePoint, read_curve, with_point, write_curve
@@ -47,15 +46,16 @@ class Publishing:
     def __init__(
         self,
         config: Config,
-        manifest: Manifest,
         store: CheckpointStore,
         reporter: Reporter,
         counters: WorkCounters,
         view: Callable[[], MemberSnapshot],
+        is_last: Callable[[Tip], bool],
         *,
         command: Callable[..., DutyProcess] = DutyProcess,
     ) -> None:
-        self._config, self._run, self._store = config, manifest.run, store
+        """`is_last` says whether the run ends at a tip."""
+        self._config, self._store, self._is_last = config, store, is_last
         self._reporter, self._counters, self._view = reporter, counters, view
         self._folder = config.node.data_dir / FOLDER
         self._rounds = WaitingRounds(self._folder)
@@ -72,15 +72,15 @@ class Publishing:
     def is_on(self) -> bool:
         return bool(self._config.publish.to)
 
-    def is_due(self, round_: int, tokens: int) -> bool:
-        """Whether the state after this round is published. It then needs a checkpoint."""
-        is_last = tokens >= self._run.total_tokens
-        return self.is_on and round_ >= 0 and (is_last or (round_ + 1) % self._config.publish.every_rounds == 0)
+    def is_due(self, tip: Tip) -> bool:
+        """Whether the state at this tip is published. It then needs a checkpoint."""
+        is_turn = (tip.round + 1) % self._config.publish.every_rounds == 0
+        return self.is_on and tip.round >= 0 and (is_turn or self._is_last(tip))
 
     def saved(self, tip: Tip) -> None:
         """Let the round wait for its publication if it is due. Its checkpoint is on the disk."""
         is_first = tip.proof is None  # The state from which the run was founded.
-        if is_first or tip.head == self._newest_added or not self.is_due(tip.round, tip.state.tokens):
+        if is_first or tip.head == self._newest_added or not self.is_due(tip):
             return
         view = self._view()
         rank = rank_of(tip.head, view.peer_id, {row.peer_id for row in view.rows if row.publishes})

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from node.config.amendments import SignedAmendment, Terms, decode_list
+from node.config.amendments import AcceptedAmendment, SignedAmendment, Terms, decode_list
 from node.config.manifest import Manifest
 from node.status import (
     AmendmentInfo,
@@ -154,7 +154,7 @@ class Reporter:
             update={
                 "round": tip.round,
                 "is_paused": terms.is_paused,
-                "amendments": tuple(_info(one.signed, one.round) for one in accepted),
+                "amendments": tuple(_accepted_info(one, tip.round + 1) for one in accepted),
             }
         )
         self.run = self.run.model_copy(
@@ -267,7 +267,14 @@ def _digest(signed: SignedAmendment) -> str:
     return hashlib.sha256(signed.text.encode()).hexdigest()
 
 
-def _info(signed: SignedAmendment, accepted_round: int | None = None) -> AmendmentInfo:
+def _accepted_info(accepted: AcceptedAmendment, next_round: int) -> AmendmentInfo:
+    amendment = accepted.signed.amendment
+    is_due = amendment.action == "rollback" and amendment.from_round <= next_round
+    was_skipped = is_due and accepted.rewound_tokens is None
+    return _info(accepted.signed).model_copy(update={"accepted_round": accepted.round, "was_skipped": was_skipped})
+
+
+def _info(signed: SignedAmendment) -> AmendmentInfo:
     amendment = signed.amendment
     return AmendmentInfo(
         digest=_digest(signed),
@@ -275,5 +282,5 @@ def _info(signed: SignedAmendment, accepted_round: int | None = None) -> Amendme
         from_round=amendment.from_round,
         change=amendment.describe(),
         signers=tuple(sorted(signed.signatures)),
-        accepted_round=accepted_round,
+        is_rollback=amendment.action == "rollback",
     )

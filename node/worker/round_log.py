@@ -7,11 +7,10 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from node.config.manifest import RunConfig
 from node.diloco.aggregate import contribution_cosine
 from node.errors import RoundFailed
 from node.status import Channel, Member, Outcome, RoundRecord, Seconds, Stage, utc_now
-from node.swarm.chain.chain import Tip, schedule_tokens
+from node.swarm.chain.chain import Tip
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import Join, parse
 from node.swarm.state_sync.catch_up import ResyncCause
@@ -40,15 +39,16 @@ class RoundLog:
         `blocked_s` is the time for which training was blocked. `step_s` is this node's step time, for the forecast.
         """
         view, counters, run = self._session.swarm.view, self._counters, self._session.terms_after(done.tip).run
+        rate = inner_learning_rate(run, self._session.schedule_tokens(done.tip))
         is_paused = self._session.rules.at(done.tip.state.amendments, done.outcome.round).is_paused
         names = {row.peer_id: row.name for row in view.rows}
         if done.is_replayed:
-            record = make_record(done, run, view.peer_id, names, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+            record = make_record(done, rate, view.peer_id, names, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
             record = without_contributions(record) if is_paused else record
             self._log_replayed(done, record)
             return record
         moved = self._bytes_since_last_round(_own_bytes(view.sent_bytes), _own_bytes(view.received_bytes))
-        record = make_record(done, run, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
+        record = make_record(done, rate, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
         record = without_contributions(record) if is_paused else record
         for stage, (total_s, stage_blocked_s) in split_by_stage(
             done.stage_s, blocked_s=blocked_s, apply_s=apply_s
@@ -120,7 +120,7 @@ class RoundLog:
 
 def make_record(
     done: Committed,
-    run: RunConfig,
+    learning_rate: float,
     own_peer_id: str,
     names: Mapping[str, str],
     *,
@@ -128,7 +128,10 @@ def make_record(
     apply_s: float,
     moved_bytes: tuple[int, int],
 ) -> RoundRecord:
-    """Make the record of a committed round. `moved_bytes` is (sent, received) since the previous round."""
+    """Make the record of a committed round. `moved_bytes` is (sent, received) since the previous round.
+
+    `learning_rate` is that of the next inner step.
+    """
     plan = done.outcome.plan
     joins = [parse(Join, join.text) for join in plan.joins]
     excluded = [peer for peer in plan.members if peer not in done.outcome.included]
@@ -164,7 +167,7 @@ def make_record(
         head=done.tip.head,
         state_digest=done.tip.digest,
         swarm_tokens=done.tip.state.tokens,
-        learning_rate=inner_learning_rate(run, schedule_tokens(done.tip.state)),
+        learning_rate=learning_rate,
         reason=reason,
         **_shared_values(done, joins),
     )

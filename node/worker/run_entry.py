@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from node import __version__
-from node.config.amendments import AmendmentError
+from node.config.amendments import AmendmentError, rewound_tokens
 from node.config.manifest import ANY_RUN, Invite, Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
@@ -208,6 +208,11 @@ class RunEntry:
         self._check_fit(run)
         return self._start_loading(run)
 
+    def _begin_joining(self, run: RunConfig) -> None:
+        """Load text and model while the state is downloaded, unless amendments in it may ask for others."""
+        if run.governance == "fixed":
+            self._begin_training(run)
+
     def _amended(self, manifest: Manifest) -> RunConfig:
         """The settings of the round after the newest checkpoint. Text and model are loaded for them in advance."""
         amendments, round_ = self._store.newest_amendments()
@@ -257,8 +262,10 @@ class RunEntry:
         self._check_fit(run)
         logger.info("The run continues round %d of %s.", publication.record.round, address)
         # The text of a member follows from the run id, its peer id and the round, so it goes on as well.
+        before = publication.manifest
+        rewound = before.rewound_tokens + rewound_tokens(publication.state.amendments)
         state = replace(publication.state, amendments=b"")  # The settings include them now.
-        return self._found_at(run, state, publication.manifest.run_id)
+        return self._found_at(run, state, before.run_id, rewound)
 
     def _governed(self, run: RunConfig) -> RunConfig:
         """The settings with this node's key, if the founder may amend the run."""
@@ -266,12 +273,18 @@ class RunEntry:
             return run
         return run.model_copy(update={"governance_keys": (load_identity(self._folder / "identity.key").peer_id,)})
 
-    def _found_at(self, run: RunConfig, state: OuterState, run_id: str) -> Manifest:
-        """Found a run whose first round follows this state."""
+    def _found_at(self, run: RunConfig, state: OuterState, run_id: str, rewound: int = 0) -> Manifest:
+        """Found a run whose first round follows this state. The schedules are behind it by the rewound tokens."""
         # Load after the model, as two threads cannot import one library, and before the run exists, as it may fail.
         if (loading := self._start_loading(run)) is not None:
             self._waiter.wait(loading)
-        draft = Manifest(run_id=run_id, initial_digest="0" * 64, parameters=state.anchor.numel(), run=run)
+        draft = Manifest(
+            run_id=run_id,
+            initial_digest="0" * 64,
+            parameters=state.anchor.numel(),
+            rewound_tokens=rewound,
+            run=run,
+        )
         tip = self._waiter.run(lambda: verified_tip(state, draft.hash, None, rules_of(draft), time.monotonic()))
         manifest = draft.model_copy(update={"initial_digest": tip.digest})
         self._waiter.run(lambda: self._store.save(initial_checkpoint(manifest, tip)))
@@ -289,7 +302,7 @@ class RunEntry:
             data = self._waiter.wait(swarm.start_call(lambda member: member.fetch_manifest()))
             if data is not None:
                 manifest = parse_manifest(data, self._invite.manifest_hash)
-                self._begin_training(manifest.run)
+                self._begin_joining(manifest.run)
                 self._write_manifest(data)
                 return manifest
             self._waiter.sleep(RETRY_S)

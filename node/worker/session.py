@@ -11,7 +11,7 @@ from node.config.manifest import Invite, Manifest, RunConfig
 from node.diloco.codec import make_codec
 from node.diloco.fragments import strided
 from node.swarm.allreduce.reducer import chunk_layouts
-from node.swarm.chain.chain import OuterRule, Tip
+from node.swarm.chain.chain import OuterRule, Tip, schedule_tokens
 from node.swarm.consensus.context import AmendedRules, Rules
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.governance.charter import Charter
@@ -37,6 +37,15 @@ class Session:
     """The checkpoint that training resumes from; None if it starts from a downloaded state."""
     folder: Path
     """The data folder."""
+
+    def schedule_tokens(self, tip: Tip) -> int:
+        """The tokens that learning rate, phases and the end of the run follow: those of the swarm, less the rewound."""
+        return schedule_tokens(tip.state) - self.manifest.rewound_tokens
+
+    def is_last(self, tip: Tip) -> bool:
+        """Whether the run ends at a tip."""
+        terms = self.terms_after(tip)
+        return terms.is_stopped or self.schedule_tokens(tip) >= terms.run.total_tokens
 
     def terms_after(self, tip: Tip) -> Terms:
         """The settings of the round after a tip: the manifest's, as amendments have changed them."""

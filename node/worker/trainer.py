@@ -24,7 +24,7 @@ from node.diloco.fragments import Ranges
 from node.diloco.schedule import is_time_up, progress, swarm_tokens_at
 from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Phase
-from node.swarm.chain.chain import Tip, schedule_tokens
+from node.swarm.chain.chain import Tip
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.consensus.context import Rules, rules_after
@@ -104,6 +104,8 @@ class Trainer:
         self._check, self._on_contribution_over = check, on_contribution_over
         self._duties = duties
         self.tip: Tip = session.tip
+        self._first_head = self.tip.head
+        """The head at which this trainer began, or at which it has discarded its work after a rollback."""
         self._progress = Progress()
         self._settle_s = 0.0
         """Time from the newest commit that this node waited for to its next inner step."""
@@ -169,12 +171,12 @@ class Trainer:
 
     @property
     def run_is_complete(self) -> bool:
-        return self._terms.is_stopped or self._tokens >= self._run.total_tokens
+        return self._session.is_last(self.tip)
 
     @property
     def _tokens(self) -> int:
         """The tokens that the schedules follow."""
-        return schedule_tokens(self.tip.state)
+        return self._session.schedule_tokens(self.tip)
 
     @property
     def end_reason(self) -> str:
@@ -450,7 +452,7 @@ class Trainer:
             self._sampler.round_over(self.tip, self._report_and_check)
             self._reporter.set_samples(self._sampler.newest)
         self._start_text()
-        if (phase := self._run.phase_at(self._tokens)) != self._run.phase_at(schedule_tokens(old.state)):
+        if (phase := self._run.phase_at(self._tokens)) != self._run.phase_at(self._session.schedule_tokens(old)):
             logger.info("Phase %d of the run begins.", phase)
         record = self._round_log.round_over(
             committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s
@@ -531,6 +533,7 @@ class Trainer:
         """
         if self._position == self._resumed_at:
             return
+        self._forget_after_rollback()
         if cancels:
             self._checkpointer.cancel()
         self._wait_for_checkpoint()
@@ -585,15 +588,21 @@ class Trainer:
         After a rollback it has the anchor's parameters and no other work of this node.
         """
         self._encoder.wait()
-        if self._session.rules.is_rolled_back(self.tip):
-            self._count_discarded(self._contributions.discard_pending())
-            self._inner.reset_to(self.tip.state.anchor)
-            self._inner.reset_history()
-            self._progress = Progress()
-            for fragment in range(self._made_for.sync.fragment_count):
-                self._encoder.forget(fragment)
         self.save()
         return self._checkpoint()
+
+    def _forget_after_rollback(self) -> None:
+        """Discard this node's work if the newest round has taken the run back to an earlier state."""
+        if self.tip.head == self._first_head or not self._session.rules.is_rolled_back(self.tip):
+            return
+        self._first_head = self.tip.head
+        self._encoder.wait()
+        self._count_discarded(self._contributions.discard_pending())
+        self._inner.reset_to(self.tip.state.anchor)
+        self._inner.reset_history()
+        self._progress = Progress()
+        for fragment in range(self._made_for.sync.fragment_count):
+            self._encoder.forget(fragment)
 
     def abandon(self) -> None:
         """Wait for background work, and discard this node's work, because its chain has lost."""

@@ -101,7 +101,7 @@ def test_record_of_a_round_states_when_the_rendezvous_began(swarm: Swarm) -> Non
     time.sleep(1.0)
     nodes[1].offer(torch.ones(1000))
     done = nodes[0].committed()
-    record = make_record(done, RunConfig(), nodes[0].peer_id, {}, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+    record = make_record(done, 0.1, nodes[0].peer_id, {}, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
     difference_s = (datetime.fromisoformat(record.started_at) - began).total_seconds()
     assert record.seconds.rendezvous > 0.9
     assert abs(difference_s) < 0.5
@@ -123,7 +123,8 @@ def test_all_members_draw_the_same_curves_of_the_run(swarm: Swarm) -> None:
         done = [node.committed() for node in nodes]
         points = []
         for i, (node, one) in enumerate(zip(nodes, done, strict=True)):
-            record = make_record(one, run, node.peer_id, {}, blocked_s=i, apply_s=i, moved_bytes=(i, i))
+            rate = inner_learning_rate(run, one.tip.state.tokens)
+            record = make_record(one, rate, node.peer_id, {}, blocked_s=i, apply_s=i, moved_bytes=(i, i))
             point = point_of(record)
             assert point is not None
             points.append(point)

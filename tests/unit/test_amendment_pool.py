@@ -121,6 +121,43 @@ def test_what_a_round_has_accepted_or_overtaken_is_dropped() -> None:
     assert pool.pending == [] and pool.refused == {"late": 1}
 
 
+def test_an_amendment_behind_a_missing_number_is_dropped_when_it_is_late() -> None:
+    peers: Any = Peers()
+    state = [(b"", 0)]
+    pool = AmendmentPool(peers, peers, Charter(RUN, SETTINGS), lambda: state[0])
+    first, second = sign_amendment(FOUNDER, amendment(1, 3)), sign_amendment(FOUNDER, amendment(2, 6))
+    pool.add(first)
+    pool.add(second)
+    state[0] = b"", 4
+    pool.round_over()
+    assert pool.pending == [second] and pool.next() is None, "the founder may fill the gap until round 6"
+    again = sign_amendment(FOUNDER, amendment(1, 8))
+    assert pool.add(again) and pool.next() == again
+    state[0] = b"", 6
+    pool.round_over()
+    assert pool.pending == [again] and pool.refused == {"late": 2}
+
+
+def test_another_action_replaces_a_pending_rollback_on_every_node() -> None:
+    back = sign_amendment(FOUNDER, amendment(1, 50, "rollback", to_round=0, state="ef" * 32))
+    stop = sign_amendment(FOUNDER, amendment(1, 40, "stop"))
+    for order in ((back, stop), (stop, back)):
+        pool = pool_of(Peers(), round_=5)
+        pool.add(order[0])
+        if order[0] is back:
+            assert pool.add(stop)
+        else:
+            with pytest.raises(AmendmentRefused):
+                pool.add(back)
+        assert pool.pending == [stop]
+
+
+def test_what_a_lost_chain_had_accepted_is_pending_again() -> None:
+    pool = pool_of(Peers(), known=accepted(amendment(1, 10)), round_=15)
+    pool.add_again(accepted(amendment(1, 10), amendment(2, 12), amendment(3, 30, "pause")))
+    assert [one.amendment.number for one in pool.pending] == [3], "number 2 would come too late"
+
+
 def test_pending_amendments_survive_a_restart(tmp_path: Path) -> None:
     file, signed = tmp_path / "amendments.json", sign_amendment(FOUNDER, amendment())
 

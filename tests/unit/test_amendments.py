@@ -13,6 +13,7 @@ from node.config.amendments import (
     CHANGEABLE,
     MOST_AMENDMENTS,
     MOST_BYTES,
+    MOST_DEPTH,
     Amendment,
     AmendmentError,
     SignedAmendment,
@@ -28,7 +29,7 @@ from node.errors import PeerError
 from node.status import AMENDMENT_REFUSALS
 from node.swarm.governance.charter import AmendmentRefused, Charter, add_signature, sign_amendment
 from node.swarm.identity import Identity, new_identity
-from node.swarm.messages import Join, is_kept
+from node.swarm.messages import Join, is_feasible, is_kept
 
 RUN = "ab" * 32
 FOUNDER, OTHER = new_identity(), new_identity()
@@ -88,6 +89,59 @@ def test_a_number_too_large_for_exact_arithmetic_is_refused(number: float) -> No
         Charter(RUN, RunConfig()).check_list(listed)
 
 
+def test_a_value_of_any_depth_is_read_or_refused() -> None:
+    """The stack may be almost full when a text is read, so each depth up to far beyond the limit of Python matters."""
+    canonical = amendment(changes={"data.weights": [0]}).canonical()
+    for depth in range(1, 1100):
+        text = canonical.replace("[0]", "[" * depth + "0" + "]" * depth)
+        if depth <= MOST_DEPTH:
+            assert SignedAmendment(text=text, signatures={}).amendment.changes
+        else:
+            with pytest.raises(AmendmentError):
+                _ = SignedAmendment(text=text, signatures={}).amendment
+
+
+def test_the_last_numbers_are_for_resume_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.swarm.governance.charter.MOST_AMENDMENTS", 4)
+    charter, known = Charter(RUN, SETTINGS), accepted(amendment(1, 10), amendment(2, 11, "pause"))
+    assert refusal(charter, known, sign_amendment(FOUNDER, amendment(3, 12)), 2) == "oversized"
+    for number, action in ((3, "resume"), (4, "stop")):
+        known = charter.accept(known, sign_amendment(FOUNDER, amendment(number, 12, action)), number)
+    assert refusal(charter, known, sign_amendment(FOUNDER, amendment(5, 12, "resume")), 9) == "oversized"
+
+
+def test_a_rollback_at_the_limit_of_the_list_can_still_take_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    back = sign_amendment(FOUNDER, amendment(1, 20, "rollback", to_round=0, state="ef" * 32))
+    size = len(Charter(RUN, SETTINGS).accept(b"", back, 5))
+    for limit in range(size - 1, size + 40):
+        monkeypatch.setattr("node.swarm.governance.charter.MOST_LIST_BYTES", limit)
+        monkeypatch.setattr("node.config.amendments.MOST_LIST_BYTES", limit)
+        try:
+            known = Charter(RUN, SETTINGS).accept(b"", back, 5)
+        except AmendmentRefused:
+            continue
+        assert decode_list(rewound(known, 1, -(2**63) + 1))
+    assert known
+
+
+def test_only_new_entries_of_a_known_list_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [accepted(*(amendment(i, 10 * i) for i in range(1, n + 1))) for n in range(1, 21)]
+    charter, checked = Charter(RUN, SETTINGS), []
+    accept = charter.accept
+
+    def count(before: bytes, signed: SignedAmendment, round_: int) -> bytes:
+        checked.append(round_)
+        return accept(before, signed, round_)
+
+    monkeypatch.setattr(charter, "accept", count)
+    charter.check_list(known[17])
+    assert checked == list(range(18))
+    charter.check_list(known[19])
+    assert checked[18:] == [18, 19]
+    with pytest.raises(PeerError):
+        charter.check_list(known[19].replace(b"inner.lr", b"outer.lr"))
+
+
 def test_a_run_pauses_resumes_and_stops() -> None:
     known = accepted(
         amendment(1, 10, "pause"), amendment(2, 12, "resume"), amendment(3, 14, "pause"), amendment(4, 16, "stop")
@@ -118,6 +172,14 @@ def test_a_rollback_needs_more_than_half_of_the_members_with_its_state() -> None
     assert is_kept(back, [kept, kept, lacking])
     assert not is_kept(back, [kept, lacking])
     assert is_kept(amendment(), [lacking])
+    assert not is_feasible(back, [kept, lacking])
+
+
+def test_a_round_of_too_few_members_does_not_accept_their_least_number() -> None:
+    join = Join(run=RUN, parent=RUN, state=RUN, tokens=1, step_s=1.0, norm=1.0)
+    three = amendment(changes={"round.min_peers": 3})
+    assert is_feasible(three, [join] * 3) and not is_feasible(three, [join] * 2)
+    assert is_feasible(amendment(), [join])
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from node.cli import main
-from node.config.manifest import RunConfig
+from node.config.amendments import rewound
+from node.config.manifest import Manifest, RunConfig
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.errors import ConfigError, MachineError, UsageError
@@ -38,11 +40,13 @@ from node.training.checkpoint import CheckpointStore, read_outer
 from node.worker_protocol import FoundFrom
 from tests.publish_hub import PublishHub, Repository
 from tests.unit.data_folder import make_data_folder
-from tests.unit.test_amendments import accepted, amendment
+from tests.unit.test_amendments import FOUNDER, accepted, amendment
 from tests.unit.test_export import make_trained, run_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from node.swarm.chain.chain import Tip
+    from node.swarm.governance.charter import Charter
     from node.swarm.member import MemberSnapshot
     from node.worker.continued_run import continued_run
     from node.worker.duty_process import DutyProcess
@@ -283,7 +287,8 @@ def test_two_publishers_of_one_name_keep_the_part_that_counts(tmp_path: Path) ->
     """Both have looked before either was done."""
     first: Any = store_at(f"local://{tmp_path / 'place'}")
     second = store_at(f"local://{tmp_path / 'place'}")
-    complete_part, looks = first._complete_part, []
+    complete_part = first._complete_part
+    looks: list[str | None] = []
 
     def look(fs: Any, folder: str) -> str | None:
         looks.append(complete_part(fs, folder))
@@ -601,17 +606,45 @@ def test_a_continued_run_has_the_settings_of_the_publication_and_those_of_its_fo
 
 
 def test_a_publication_has_the_amendments_and_a_run_founded_from_it_their_settings(tmp_path: Path) -> None:
-    amendments = accepted(amendment(1, 2, changes={"inner.lr": 0.125}), amendment(2, 3, changes={"inner.lr": 0.5}))
-    _, _, digest = make_trained(tmp_path / "node", run_of(), amendments)
+    manifest, amendments, digest = make_amended(tmp_path / "node")
     publish(tmp_path / "node", str(tmp_path / "place"), digest)
     place = tmp_path / "place" / revision_of(1, digest)
     found = read_publication(place, tmp_path / "cache")
     assert found.record.state_digest == digest and found.state.amendments == amendments
     assert continued(place, RunConfig()).inner.lr == 0.125 != found.manifest.run.inner.lr, "round 2 follows"
+    card = (place / "README.md").read_text()
+    assert '"lr": 0.125' in card and f"400 of {manifest.run.total_tokens + 30:,}" in card
+    run = continued(place, RunConfig(total_tokens=375), "run.total_tokens")
+    assert run.total_tokens == 375, "the schedules have 370 of 400 tokens behind them"
+    with pytest.raises(ConfigError, match="complete, with 370 of 370 tokens"):
+        continued(place, RunConfig(total_tokens=370), "run.total_tokens")
     record = json.loads((place / RECORD_FILE).read_bytes())
     (place / RECORD_FILE).write_text(json.dumps(record | {"amendments": ""}))
     with pytest.raises(UsageError, match="contradicts itself"):
         verify_model_folder(place, tmp_path / "cache")
+
+
+def make_amended(folder: Path) -> tuple[Manifest, bytes, str]:
+    """A data folder after round 1 of a run that has gone back by 30 tokens. Returns manifest, amendments and digest."""
+    run = run_of().model_copy(update={"governance": "founder", "governance_keys": (FOUNDER.peer_id,)})
+    manifest = make_data_folder(folder, run)
+    more: Any = {"run": manifest.hash}
+    amendments = accepted(
+        amendment(1, 2, changes={"inner.lr": 0.125}, **more),
+        amendment(2, 9, changes={"inner.lr": 0.5}, **more),
+        amendment(3, 4, "rollback", to_round=0, state="ef" * 32, **more),
+        charter=Charter(manifest.hash, run),
+    )
+    _, _, digest = make_trained(folder, run, rewound(amendments, 3, 30))
+    return manifest, rewound(amendments, 3, 30), digest
+
+
+def test_a_publication_with_forged_amendments_is_not_valid(tmp_path: Path) -> None:
+    amendments = accepted(amendment(1, 2, changes={"inner.lr": 0.125}))
+    _, _, digest = make_trained(tmp_path / "node", run_of(), amendments)
+    publish(tmp_path / "node", str(tmp_path / "place"), digest)
+    with pytest.raises(UsageError, match="its amendments are damaged"):
+        verify_model_folder(tmp_path / "place" / revision_of(1, digest), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -800,9 +833,19 @@ class FakeProcess(DutyProcess):
         pass
 
 
+def is_last(tip: Tip) -> bool:
+    return tip.state.tokens >= 10**9
+
+
+def tip_of(round_: int, tokens: int) -> Any:
+    return SimpleNamespace(
+        proof="x", head="ab" * 32, round=round_, digest="", state=SimpleNamespace(tokens=tokens, amendments=b"")
+    )
+
+
 @pytest.fixture
 def publishing(tmp_path: Path) -> tuple[Publishing, FakeReporter, Any]:
-    manifest, _, _ = make_trained(tmp_path / "node", run_of())
+    make_trained(tmp_path / "node", run_of())
     config = Config.model_validate(
         {"node": {"data_dir": str(tmp_path / "node")}, "publish": {"to": str(tmp_path / "place"), "every_rounds": 5}}
     )
@@ -810,15 +853,15 @@ def publishing(tmp_path: Path) -> tuple[Publishing, FakeReporter, Any]:
     counters: Any = FakeCounters()
     store = CheckpointStore(tmp_path / "node" / "checkpoints", 2)
     made = Publishing(
-        config, manifest, store, reporter, counters, lambda: MemberSnapshot(peer_id=PEER), command=FakeProcess
+        config, store, reporter, counters, lambda: MemberSnapshot(peer_id=PEER), is_last, command=FakeProcess
     )
     return made, reporter, counters
 
 
 def test_every_kth_round_and_the_last_one_are_due(publishing: tuple[Publishing, FakeReporter, Any]) -> None:
     made, *_ = publishing
-    assert [number for number in range(-1, 20) if made.is_due(number, 100)] == [4, 9, 14, 19]
-    assert made.is_due(7, 10**9) and not made.is_due(-1, 10**9)
+    assert [number for number in range(-1, 20) if made.is_due(tip_of(number, 100))] == [4, 9, 14, 19]
+    assert made.is_due(tip_of(7, 10**9)) and not made.is_due(tip_of(-1, 10**9))
 
 
 def test_what_the_process_says_is_reported(publishing: tuple[Publishing, FakeReporter, Any]) -> None:
@@ -843,8 +886,8 @@ def test_a_saved_round_that_is_due_waits_for_its_turn(publishing: tuple[Publishi
     made, *_ = publishing
     process: Any = made._process
     digest = CheckpointStore(made._folder.parent / "checkpoints", 2).newest(repair=False).state_digest  # type: ignore[union-attr]
-    state = type("State", (), {"tokens": 10**9})()
-    tip: Any = type("Tip", (), {"proof": "x", "head": "ab" * 32, "round": 1, "state": state, "digest": digest})()
+    tip = tip_of(1, 10**9)
+    tip.digest = digest
     assert made.is_over
     made.saved(tip)
     made.saved(tip)

@@ -53,6 +53,25 @@ def test_error_of_a_committed_mean_is_added_to_the_next_one(tmp_path: Path) -> N
     assert torch.equal(commit(feedback, 1), INT4.decode(INT4.encode(MEAN + (MEAN - first)), N))
 
 
+def test_residuals_of_an_earlier_round_do_not_replace_those_of_the_newest(tmp_path: Path) -> None:
+    """Two writes may overlap, because a round may be shorter than a write."""
+    feedback = feedback_in(tmp_path)
+    commit(feedback, 0)
+    commit(feedback, 1)
+    feedback.save(f"{HEAD}1")
+    written = (tmp_path / FEEDBACK_FILE).read_bytes()
+    feedback.save(f"{HEAD}0")
+    assert (tmp_path / FEEDBACK_FILE).read_bytes() == written
+
+
+def test_a_chunk_of_an_abandoned_layout_is_ignored(tmp_path: Path) -> None:
+    feedback = feedback_in(tmp_path)
+    feedback.encode(0, 1, MEAN)
+    data = feedback.encode(0, 0, MEAN)
+    feedback.round_over(0, [chunk_hash(data)], f"{HEAD}0")
+    assert feedback.residual_bytes > 0
+
+
 def test_a_failed_attempt_changes_no_residual(tmp_path: Path) -> None:
     """The same round may be reduced again, from the contributions of other members."""
     one, other = feedback_in(tmp_path / "1"), feedback_in(tmp_path / "2")

@@ -69,6 +69,12 @@ def test_result_store_keeps_more_rounds_for_peers_with_an_older_state(tmp_path: 
     assert len(rounds_in(tmp_path / "cache")) == KEPT_ROUNDS
 
 
+def test_result_store_keeps_rounds_of_all_fragments_that_an_amendment_makes(store: ResultStore) -> None:
+    store.follow(4)
+    assert store.set_retention(100, None) == 4 * KEPT_ROUNDS
+    assert store.set_retention(1000, 3) == 4 * MAX_KEPT_ROUNDS
+
+
 def test_result_store_keeps_rounds_that_a_peer_is_replaying(tmp_path: Path) -> None:
     now_s = [0.0]
     store = ResultStore(tmp_path / "cache", clock=lambda: now_s[0])

@@ -125,7 +125,7 @@ def test_system_service_may_write_to_the_folder_it_publishes_to() -> None:
     assert "ReadWritePaths=/srv/models\n" in unit
     for more in ({"data_dir": Path("/home/ada/data")}, {"writable": [Path("/home/ada/models")]}):
         with pytest.raises(UsageError, match="cannot read /home/ada"):
-            plan_service(ROOT, "system", **more)  # type: ignore[arg-type]
+            plan_service(ROOT, "system", **more)
 
 
 def test_folder_with_files_of_somebody_else_is_not_taken_over(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from node.config.manifest import RunConfig
 from node.status import AmendmentInfo, GovernanceInfo, RefusedAmendment
 from node.swarm.governance.charter import AmendmentRefused, Charter
 from node.swarm.identity import load_identity
+from tests.swarm.harness import tiny
+from tests.unit.data_folder import make_data_folder
 
 RUN, LAST = "ab" * 32, 20
 
@@ -26,6 +28,7 @@ class Node:
         self.settings, self.charter, self.accepted = settings, Charter(RUN, settings), b""
         self.refused: list[RefusedAmendment] = []
         self.is_paused = False
+        self.pending: tuple[AmendmentInfo, ...] = ()
 
     def __call__(self, _folder: Path) -> Node:
         return self
@@ -52,7 +55,8 @@ class Node:
                     accepted_round=one.round,
                 )
                 for one in decode_list(self.accepted)
-            ),
+            )
+            + self.pending,
             refused=tuple(self.refused),
         ).model_dump(mode="json")
 
@@ -120,11 +124,42 @@ def test_founder_amends_pauses_resumes_and_stops(node: Node, home: Path, capsys:
 
 
 def test_lists_and_tables_are_values(node: Node, home: Path) -> None:
+    (home / "text").mkdir()
+    for name in "ab":
+        (home / "text" / name).write_text("def f():\n    return 1\n" * 200)
+    make_data_folder(home, RunConfig.model_validate(tiny(data={"sources": ["text:c"]})))
     phases = '[{"from_tokens": 1000, "lr_ratio": 0.5}]'
     assert steer(home, "amend", "data.sources=text:a,text:b", "data.weights=1,2", f"phases={phases}") == 0
     settings = node.charter.terms_at(node.accepted, LAST + 4).run
     assert settings.data.weights == (1.0, 2.0) and settings.data.sources == ("text:a", "text:b")
     assert settings.phases[0].lr_ratio == 0.5
+
+
+def test_sources_that_this_machine_cannot_read_are_refused(
+    node: Node, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All members would end in the round from which they hold."""
+    make_data_folder(home, RunConfig.model_validate(tiny(data={"sources": ["text:c"]})))
+    assert steer(home, "amend", "data.sources=text:missing") == 3
+    assert "missing" in capsys.readouterr().err and node.accepted == b""
+
+
+def test_first_free_number_is_taken(node: Node, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        node.pending = (AmendmentInfo(digest="", number=2, from_round=40, change="stop", signers=()),)
+        assert steer(home, "pause", "--from-round", str(30 + number), "--out", str(home / f"{number}.json")) == 0
+        written = SignedAmendment.model_validate_json((home / f"{number}.json").read_bytes()).amendment
+        assert written.number == 1
+
+
+def test_a_pending_rollback_can_be_replaced(node: Node, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    back = AmendmentInfo(digest="", number=1, from_round=40, change="rollback", signers=(), is_rollback=True)
+    node.pending = (back,)
+    assert steer(home, "stop", "--replace", "1") == 0
+    assert [one.signed.amendment.number for one in decode_list(node.accepted)] == [1]
+    node.accepted, node.pending = b"", (back.model_copy(update={"is_rollback": False}),)
+    assert steer(home, "stop", "--replace", "1") == 2
+    assert "takes the number of a pending rollback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ export interface AmendmentInfo {
   from_round: number;
   change: string;
   signers: string[];
+  is_rollback: boolean;
   accepted_round: number | null;
+  was_skipped: boolean;
 }
 
 export interface Contribution {

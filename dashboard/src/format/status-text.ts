@@ -157,7 +157,12 @@ export function governedBy({ mode, keys, threshold }: Pick<GovernanceInfo, "mode
 }
 
 /** Whether an amendment is pending, and the first round to which it applies. */
-export function amendmentState({ from_round, accepted_round }: Pick<AmendmentInfo, "from_round" | "accepted_round">): string {
+export function amendmentState({
+  from_round,
+  accepted_round,
+  was_skipped,
+}: Pick<AmendmentInfo, "from_round" | "accepted_round" | "was_skipped">): string {
   const from = `from round ${from_round} on`;
+  if (was_skipped) return `Did not take place before round ${from_round}: too few members had the state.`;
   return accepted_round === null ? `Pending, ${from}.` : `Accepted by round ${accepted_round}, ${from}.`;
 }

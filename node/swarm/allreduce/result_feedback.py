@@ -51,6 +51,9 @@ class ResultFeedback:
         self._rule, self._layout_at, self._fragments, self._store = rule, layout_at, fragments, store
         self._kept: dict[Place, Tensor] = {}
         self._lock = threading.Lock()
+        self._saving = threading.Lock()
+        """Held while the residuals are written, because the next round may end meanwhile."""
+        self._head = head
         self._encoded: dict[Place, OrderedDict[bytes, Tensor]] = {}
         """For each chunk, the residual that follows from each encoding since the last round, by the chunk's hash."""
         self._saved: tuple[str, dict[Place, Tensor]] = ("", {})
@@ -97,11 +100,14 @@ class ResultFeedback:
         fragment, is_reset = round_ % self._fragments, self._rule.is_reset_after(round_ // self._fragments)
         with self._lock:
             encoded = {place: self._encoded.pop(place) for place in list(self._encoded) if place[0] == fragment}
+        # A thread of an abandoned attempt may have encoded a chunk of a layout that an amendment has replaced.
+        encoded = {place: by_hash for place, by_hash in encoded.items() if place[1] < len(hashes)}
         after = {place: by_hash.get(hashes[place[1]]) for place, by_hash in encoded.items()}
         lost = {place for place in self._kept if place[0] == fragment and after.get(place) is None}
         others = {place: stored for place, stored in self._kept.items() if place[0] != fragment}
         kept = {} if is_reset else {place: stored for place, stored in after.items() if stored is not None}
-        self._kept = others | kept
+        with self._lock:
+            self._kept, self._head = others | kept, head
         self._continue_at(head)
         if lost:
             logger.debug("The errors of %d means are lost, because other members have reduced these chunks.", len(lost))
@@ -117,14 +123,17 @@ class ResultFeedback:
 
     def save(self, head: str) -> None:
         """Write the residuals at this head to the disk. Slow: call it in a thread."""
-        kept = self._kept  # It is replaced, and never changed.
-        if self._rule is None or not kept:
-            return
-        index = [[*place, stored.numel()] for place, stored in kept.items()]
-        parts = [stored.numpy().view(np.uint8).data for stored in kept.values()]
-        self._store.save_feedback([json.dumps({"head": head, "index": index}).encode() + b"\n", *parts])
+        with self._saving:
+            with self._lock:
+                kept, newest = self._kept, self._head  # The residuals are replaced, and never changed.
+            if self._rule is None or not kept or newest != head:  # Then a later call saves those of the newest head.
+                return
+            index = [[*place, stored.numel()] for place, stored in kept.items()]
+            parts = [stored.numpy().view(np.uint8).data for stored in kept.values()]
+            self._store.save_feedback([json.dumps({"head": head, "index": index}).encode() + b"\n", *parts])
 
     def _continue_at(self, head: str) -> None:
+        self._head = head
         if self._saved[0] == head:
             self._kept, self._saved = self._saved[1], ("", {})
 

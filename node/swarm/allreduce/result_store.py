@@ -289,6 +289,11 @@ class ResultStore:
             self._votes.pop(parent, None)
             self._vote_path(parent).unlink(missing_ok=True)
 
+    def follow(self, fragments: int) -> None:
+        """Keep rounds for so many fragments from now on, because an amendment has changed their number."""
+        self._fragments, before = fragments, self._fragments
+        self._kept_rounds = self._kept_rounds * fragments // before if fragments > before else self._kept_rounds
+
     def set_retention(self, newest: int, oldest_needed: int | None) -> int:
         """Keep enough rounds for a peer to replay from round `oldest_needed`. Returns the number of rounds kept."""
         needed = newest - oldest_needed + 1 if oldest_needed is not None else 0

@@ -68,7 +68,7 @@ class Rollback:
 
 
 def schedule_tokens(state: OuterState) -> int:
-    """The tokens that learning rate, phases and the end of the run follow: those of the swarm, less rewound ones."""
+    """The tokens of the swarm, less those that rollbacks of this run have rewound."""
     return state.tokens - rewound_tokens(state.amendments)
 
 

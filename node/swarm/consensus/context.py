@@ -28,7 +28,7 @@ from node.swarm.consensus.quorum import Electorate
 from node.swarm.governance.amendment_pool import AmendmentPool
 from node.swarm.governance.charter import AmendmentRefused, Charter
 from node.swarm.membership.peer_table import PeerTable
-from node.swarm.messages import Bounds, Join, Plan, is_kept, joins_of, read_join
+from node.swarm.messages import Bounds, Join, Plan, is_feasible, is_kept, joins_of, read_join
 from node.swarm.transport.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ class Rules:
         """The bounds of all rounds of a chain with this list of amendments."""
         if self.amended is None or not amendments:
             return self.bounds
-        starts = self.amended.starts(amendments)
-        return replace(self.bounds, later=tuple((start, self.at(amendments, start).bounds) for start in starts))
+        return replace(self.bounds, later=self.amended.bounds(amendments))
 
     def is_rolled_back(self, tip: Tip) -> bool:
         """Whether a rollback has replaced the parameters at a tip. These are the rules of the manifest."""
@@ -135,6 +134,8 @@ class AmendedRules:
         self._of_terms = lru_cache(maxsize=8)(partial(self._make, make))
         self._known: dict[tuple[bytes, int], Rules] = {}
         """The newest rules, by list of amendments and round, because each step of a round needs them."""
+        self.bounds = lru_cache(maxsize=8)(self._bounds)
+        """The bounds from each round on at which the rules may change, by list of amendments."""
 
     def starts(self, amendments: bytes) -> tuple[int, ...]:
         """The rounds at which the rules may change."""
@@ -147,6 +148,9 @@ class AmendedRules:
         rules = self._of_terms(self.charter.terms_at(amendments, round_))
         self._known = {**dict(list(self._known.items())[-MOST_KNOWN:]), (amendments, round_): rules}
         return rules
+
+    def _bounds(self, amendments: bytes) -> tuple[tuple[int, Bounds], ...]:
+        return tuple((start, self.at(amendments, start).bounds) for start in self.starts(amendments))
 
     def _make(self, make: Callable[[RunConfig], Rules], terms: Terms) -> Rules:
         rules = replace(make(terms.run), run=self.charter.run, amended=self)
@@ -186,7 +190,7 @@ class KeptStates(Protocol):
     """The earlier outer states on this node's disk."""
 
     def holds(self, round_: int, digest: str) -> bool:
-        """Whether the state after this round, with this digest, is here."""
+        """Whether the state after this round, with this digest, is here. It then stays for some minutes."""
 
     def load(self, round_: int, digest: str) -> OuterState | None:
         """Read that state; None if it is not here. Slow."""
@@ -255,8 +259,8 @@ class Context:
             raise PeerError("nobody may amend this run")
         try:
             after = amended.charter.accept(accepted, plan.amendment, self.next_round)
-            if not is_kept(plan.amendment.amendment, [read_join(join) for join in plan.joins]):
-                raise AmendmentRefused("too few members have the state to which the run is to go back", "invalid")
+            if not is_feasible(plan.amendment.amendment, [read_join(join) for join in plan.joins]):
+                raise AmendmentRefused("the round has too few members for it", "invalid")
             return after
         except AmendmentRefused as exc:
             self.pool.count(exc)

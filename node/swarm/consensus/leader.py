@@ -28,7 +28,7 @@ from node.swarm.messages import (
     Proof,
     RoundOutcome,
     included_joins,
-    is_kept,
+    is_feasible,
     joins_of,
     least_included,
     parse,
@@ -179,7 +179,7 @@ class Leader:
             why = "no member can be reached from outside: one of them must open a port, or a relay must join"
             raise RoundFailed(why, code="reducer_lost")
         amendment = self._ctx.pool.next()
-        if amendment is not None and not is_kept(amendment.amendment, list(declared.values())):
+        if amendment is not None and not is_feasible(amendment.amendment, list(declared.values())):
             amendment = None
         plan = Plan(
             run=self._ctx.rules.run,

@@ -128,8 +128,10 @@ class Participant:
 
     def restart_at(self, tip: Tip) -> None:
         """Continue from a downloaded state."""
+        accepted = self.ctx.chain.tip.state.amendments
         self.committer.restart_at(tip)
         self.depositary.clear()
+        self.pool.add_again(accepted)
         self.pool.round_over()
         self._follow_rules()
 
@@ -139,6 +141,7 @@ class Participant:
         if rules == self._followed:
             return
         self._followed = rules
+        ctx.chain.store.follow(len(rules.layouts))
         ctx.results.follow(rules.result_layout_at, rules.bulk_s)
         ctx.feedback.follow(rules.feedback, rules.result_layout_at, len(rules.layouts))
         self.depositary.follow(rules)
@@ -174,11 +177,18 @@ class Participant:
                 self.offer(LocalContribution(tip.head, (), tokens=1, step_s=step_s, norm=0.0))
 
     def _must_go_on(self, tip: Tip) -> bool:
-        """Whether a paused run needs another round: for a pending amendment, or until an accepted one applies."""
+        """Whether a paused run needs another round: for a pending amendment, or until an accepted one applies.
+
+        A pending rollback may not be acceptable, so it makes rounds only shortly before it would apply.
+        """
         amended, next_round = self.ctx.manifest_rules.amended, tip.round + 1
         assert amended is not None  # Otherwise, the run could not be paused.
-        starts = amended.starts(tip.state.amendments)
-        return self.pool.next() is not None or any(next_round < start <= next_round + MOST_EMPTY for start in starts)
+        starts, pending = amended.starts(tip.state.amendments), self.pool.next()
+        if pending is not None:
+            if pending.amendment.action != "rollback":
+                return True
+            starts = (*starts, pending.amendment.from_round)
+        return any(next_round < start <= next_round + MOST_EMPTY for start in starts)
 
     async def _take_part(self, mine: LocalContribution) -> None:
         ctx, ballot = self.ctx, self.ballot

@@ -68,7 +68,8 @@ class AmendmentPool:
     def add(self, signed: SignedAmendment) -> bool:
         """Keep an amendment, and send it to the other members. Returns False for a known one.
 
-        Raises AmendmentRefused, and counts it, if no round will accept the amendment.
+        Another action may replace a pending rollback of the same number, which may never be accepted, because too few
+        members have its state. Raises AmendmentRefused, and counts it, if no round will accept the amendment.
         """
         try:
             if self._charter is None:
@@ -78,7 +79,8 @@ class AmendmentPool:
             if known is not None:
                 if known.text == signed.text:
                     return False
-                raise AmendmentRefused(f"another one with number {amendment.number} is pending", "conflicting")
+                if known.amendment.action != "rollback" or amendment.action == "rollback":
+                    raise AmendmentRefused(f"another one with number {amendment.number} is pending", "conflicting")
             if not expected < amendment.number <= expected + MOST_AHEAD:
                 self._charter.accept(accepted, signed, round_)
         except AmendmentRefused as exc:
@@ -108,14 +110,23 @@ class AmendmentPool:
         for number, signed in sorted(self._pending.items()):
             if number <= len(entries) and entries[number - 1].signed.text == signed.text:
                 del self._pending[number]
-            elif number <= len(entries) + 1:
-                try:
+                continue
+            try:
+                if number <= len(entries) + 1:
                     self._charter.accept(accepted, signed, round_)
-                except AmendmentRefused as exc:
-                    self.count(exc)
-                    logger.warning("Amendment %d is dropped: %s.", number, exc)
-                    del self._pending[number]
+                elif signed.amendment.from_round <= round_:  # An earlier number is missing.
+                    raise AmendmentRefused(f"no round has accepted it before round {round_}", "late")
+            except AmendmentRefused as exc:
+                self.count(exc)
+                logger.warning("Amendment %d is dropped: %s.", number, exc)
+                del self._pending[number]
         self._changed.set()
+
+    def add_again(self, accepted: bytes) -> None:
+        """Keep what a chain had accepted that this node has left, as far as the new chain can still accept it."""
+        for entry in decode_list(accepted):
+            with suppress(AmendmentRefused):
+                self.add(entry.signed)
 
     async def run(self) -> None:
         """Send new amendments to all peers, and what is pending to a random one every few seconds. Runs for ever."""

@@ -12,6 +12,8 @@ from node.config.amendments import (
     MOST_AMENDMENTS,
     MOST_BYTES,
     MOST_LIST_BYTES,
+    RESERVED,
+    REWOUND_BYTES,
     AcceptedAmendment,
     Amendment,
     AmendmentError,
@@ -46,6 +48,11 @@ def add_signature(identity: Identity, signed: SignedAmendment) -> SignedAmendmen
 
 def sign_amendment(identity: Identity, amendment: Amendment) -> SignedAmendment:
     return add_signature(identity, SignedAmendment(text=amendment.canonical(), signatures={}))
+
+
+def _is_begin(known: bytes, accepted: bytes) -> bool:
+    """Whether an encoded list begins with the entries of a known one."""
+    return not known or accepted.startswith(known.removesuffix(b"]") + b",")
 
 
 @lru_cache(maxsize=1024)
@@ -114,10 +121,12 @@ class Charter:
             )
         if amendment.to_round is not None and amendment.to_round >= round_:
             raise AmendmentRefused(f"the state after round {amendment.to_round} does not exist yet", "invalid")
-        if len(before) >= MOST_AMENDMENTS:
-            raise AmendmentRefused(f"the run has {MOST_AMENDMENTS} amendments", "oversized")
+        reserved = 0 if amendment.action in ("resume", "stop") else RESERVED
+        if len(before) >= MOST_AMENDMENTS - reserved:
+            raise AmendmentRefused(f"the run has {len(before)} of at most {MOST_AMENDMENTS} amendments", "oversized")
         after = encode_list((*before, AcceptedAmendment(signed=signed, round=round_)))
-        if len(after) > MOST_LIST_BYTES:
+        rollbacks = sum(one.signed.amendment.action == "rollback" for one in before) + (amendment.action == "rollback")
+        if len(after) + REWOUND_BYTES * rollbacks > MOST_LIST_BYTES:
             raise AmendmentRefused(f"the run's amendments together have more than {MOST_LIST_BYTES} bytes", "oversized")
         try:
             schedule_of(self.settings, after)
@@ -133,8 +142,11 @@ class Charter:
             entries = decode_list(accepted)
         except AmendmentError as exc:
             raise PeerError(str(exc)) from exc
-        known, last_round = b"", -1
-        for entry in entries:
+        # A list of hundreds takes seconds, so only what follows the longest known part of it is checked.
+        known = max((one for one in self._checked_lists if _is_begin(one, accepted)), key=len)
+        part = decode_list(known)
+        last_round = part[-1].round if part else -1
+        for entry in entries[len(part) :]:
             if entry.round <= last_round:
                 raise PeerError("a list of amendments accepts two in one round")
             known, last_round = self.accept(known, entry.signed, entry.round), entry.round

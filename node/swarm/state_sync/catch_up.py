@@ -58,8 +58,9 @@ class ResyncCause:
     avoid: frozenset[str] = frozenset()
     """The digest of this node's state, the heads of its side of a fork, and all heads of its chain if it is only
     behind. These states must not be downloaded."""
-    own_tokens: int = -1
-    """Tokens of this node's state if the node is only behind, else -1. A state with fewer must not be downloaded."""
+    own_progress: tuple[int, int] = (-1, -1)
+    """Tokens and round of this node's state if the node is only behind, else -1. An earlier state must not be
+    downloaded."""
     dropped: tuple[Link, ...] = ()
     """The rounds that only this node's side of a fork has committed."""
     patience_s: float = PATIENCE_S
@@ -75,7 +76,7 @@ class ResyncCause:
     def target(self, parameters: int, initial_digest: str | None, moments: int = 1) -> Target:
         """What to download: a state with this number of parameters, of the run with this initial state."""
         known = self.heads, self.links, self.preferred
-        return Target(parameters, initial_digest, self.avoid, self.own_tokens, *known, moments)
+        return Target(parameters, initial_digest, self.avoid, self.own_progress, *known, moments)
 
 
 def _progress(record: PeerRecord) -> tuple[int, int]:
@@ -122,7 +123,8 @@ class CatchUp:
         tip = self._ctx.chain.tip
         heads = heads_of(tip.links, tip.head)
         avoid = {tip.digest, *(heads if code == "far_behind" else (link.head for link in dropped))}
-        own_tokens = tip.state.tokens if code == "far_behind" else -1  # In the other cases, its state is of no use.
+        # In the other cases, its state is of no use.
+        own_progress = (tip.state.tokens, tip.round) if code == "far_behind" else (-1, -1)
         rounds_s = CHECKPOINT_ROUNDS * len(self._ctx.rules.layouts) * (tip.round_s or FIRST_ROUND_S)
         patience_s = PATIENCE_S + (rounds_s if code == "far_behind" else 0.0)
         self._on_lost(
@@ -130,7 +132,7 @@ class CatchUp:
                 reason,
                 code,
                 avoid=frozenset(avoid),
-                own_tokens=own_tokens,
+                own_progress=own_progress,
                 dropped=dropped,
                 patience_s=patience_s,
                 heads=tuple(heads),
@@ -151,7 +153,8 @@ class CatchUp:
         """
         if cause.code == "outvoted":
             return self._is_outvoted()
-        return cause.code == "fork" or self._ctx.chain.tip.state.tokens <= cause.own_tokens
+        tip = self._ctx.chain.tip
+        return cause.code == "fork" or (tip.state.tokens, tip.round) <= cause.own_progress
 
     def restart_here(self, cause: ResyncCause) -> Tip:
         """Continue from the present tip, because no state was downloaded for this cause. Returns the tip.

@@ -91,8 +91,8 @@ class Target:
     """Digest of the initial state, from the manifest."""
     avoid: frozenset[str] = frozenset()
     """Heads and digests of states that must not be downloaded."""
-    own_tokens: int = -1
-    """Tokens of the state that this node has; -1 if it has none. A state with fewer tokens is of no use."""
+    own_progress: tuple[int, int] = (-1, -1)
+    """Tokens and round of the state that this node has; -1 if it has none. An earlier state is of no use."""
     heads: tuple[str, ...] = ()
     """The known heads of this node's chain, newest first; empty if it has no chain."""
     links: tuple[Link, ...] = ()
@@ -352,7 +352,8 @@ def _is_outnumbered_by(state: AvailableState, links: Sequence[Link], heads: Sequ
 
 
 def _is_wanted(snapshot: Snapshot, target: Target) -> bool:
-    return snapshot.tokens >= target.own_tokens and not {snapshot.head, snapshot.digest} & target.avoid
+    is_later = (snapshot.tokens, snapshot.round) >= target.own_progress
+    return is_later and not {snapshot.head, snapshot.digest} & target.avoid
 
 
 def read_snapshot(reply: Message, target: Target) -> Snapshot:

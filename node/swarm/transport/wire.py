@@ -33,7 +33,7 @@ MAX_CALLS_PER_CALLER = 8
 STALL_S = 10.0
 """A stream that moves no byte for this long is dead."""
 GONE_CHECK_S = 0.25
-MALFORMED_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError)
+MALFORMED_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
 """Exceptions that malformed peer input can raise in a handler."""
 
 T = TypeVar("T")
