@@ -17,10 +17,10 @@ from contextlib import suppress
 from node.api.node_interface import GeneratedText, GeneratorBusy, GeneratorFailed, TextRequest
 from node.config.schema import Config
 from node.daemon.worker_process import WORKER_ENVIRONMENT
+from node.host.priority import WITHOUT_GPU
 
 COMMAND = (sys.executable, "-m", "node.commands.generate")
 TIMEOUT_S = 180.0
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
 UNKNOWN = "The process that samples ended without an answer: see whether this machine has enough memory."
 
 
@@ -50,7 +50,7 @@ class TextGenerator:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                env=WORKER_ENVIRONMENT | os.environ | ENVIRONMENT,
+                env=WORKER_ENVIRONMENT | os.environ | WITHOUT_GPU,
                 start_new_session=True,
             )
         except OSError as exc:

@@ -12,6 +12,8 @@ NICENESS = 19
 WORKING_NICENESS = 10
 """For work that has to be done in the end. If all cores are busy, 19 leaves a process 1.5 % of a core."""
 OOM_SCORE = "1000"
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+"""Environment of a process that computes on the CPU, because the GPU's memory belongs to training."""
 
 
 def lower_priority(niceness: int = NICENESS) -> None:

@@ -61,7 +61,7 @@ class Join(Content):
 
     kind_name = "join"
     longest: ClassVar[int] = 640
-    """The longest valid join has 554 characters. The joins of a whole group must fit into a header."""
+    """The longest valid join has 580 characters. The joins of a whole group must fit into a header."""
     run: Hex64
     parent: Hex64
     state: Hex64

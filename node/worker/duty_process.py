@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from node.host.priority import WITHOUT_GPU
 from node.publication.waiting_rounds import WaitingRounds
 
 RETRY_S = 60.0
 CLOSE_S = 5.0
 REASON_LENGTH_MAX = 300
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""The process computes on the CPU, as the GPU's memory belongs to training."""
+ENVIRONMENT = {**WITHOUT_GPU, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 class DutyProcess:

@@ -113,10 +113,7 @@ class Trainer:
         self._resets = 0
         self._last_step: tuple[float, float] | None = None
         """(loss, learning rate) of the newest inner step."""
-        fragments, saved = self._run.sync.fragment_count, None
-        if session.checkpoint is not None:
-            saved, discarded = _fitting(session.checkpoint, self._run)
-            self._counters.totals.tokens_discarded += discarded
+        fragments, saved = self._run.sync.fragment_count, self._usable_checkpoint()
         self._contributions = ContributionTracker(fragments, saved.extra.get("owed", ()) if saved else ())
         self._encoder = Encoder(self._rules.layouts, self._run.sync, saved.optimizer if saved else {})
         self._evaluation = Evaluation(self._run.evaluation, inner)
@@ -131,6 +128,14 @@ class Trainer:
         self._resumed_at = self._position if saved is not None else None
         """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
         self._report_position()
+
+    def _usable_checkpoint(self) -> Checkpoint | None:
+        """The session's checkpoint, as far as it fits the settings; None without one."""
+        if self._session.checkpoint is None:
+            return None
+        saved, discarded = _fitting(self._session.checkpoint, self._run)
+        self._counters.totals.tokens_discarded += discarded
+        return saved
 
     def _begin(self, saved: Checkpoint | None) -> None:
         """Load the parameters and open the text."""

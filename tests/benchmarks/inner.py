@@ -30,6 +30,7 @@ from node.worker_protocol import (
     Beat,
     DurationReport,
     Ended,
+    GovernanceReport,
     ListenReport,
     LogReport,
     Start,
@@ -86,7 +87,7 @@ class Worker:
                 raise RuntimeError(
                     f"The worker ended: {message.reason} {self._log.read_text(errors='replace')[-2000:]}"
                 )
-            if not isinstance(message, Beat | LogReport | DurationReport | ListenReport):
+            if not isinstance(message, Beat | LogReport | DurationReport | ListenReport | GovernanceReport):
                 raise TypeError(f"The worker said {message!r} in the middle of a segment")
 
     def wait_trained(self, steps: int) -> Report:

@@ -79,8 +79,10 @@ def test_each_class_name_is_defined_in_one_module_only() -> None:
 CUDA_WORDS = re.compile(r"torch\.cuda|nccl|nvml|nvidia-smi|[\"']cuda", re.IGNORECASE)
 CUDA_MODULES = {
     "node.training.cuda", "node.training.accelerator", "node.host.gpu_power", "node.config.schema", "node.api.examples",
+    "node.host.priority",
 }  # fmt: skip
-"""Modules that may name CUDA: the device itself, the table of devices, the power limit, and names that users write."""
+"""Modules that may name CUDA: the device itself, the table of devices, the power limit, names that users write, and
+processes that use none."""
 
 
 def test_only_a_few_modules_know_cuda() -> None:

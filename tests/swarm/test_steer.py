@@ -37,7 +37,7 @@ def until_in_force(node: Node, number: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(420)
 def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
-    run = tiny(round={"min_peers": 2, "inner_steps": 40}, governance="founder", total_tokens=10**9)
+    run = tiny(round={"min_peers": 2, "inner_steps": 120}, governance="founder", total_tokens=10**9)
     with Swarm(tmp_path / "swarm", run) as swarm:
         keep = "--checkpoint.keep=16"
         founder = swarm.found(keep)
@@ -73,7 +73,7 @@ def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
         assert shared and all(len(digests) == 1 for digests in shared.values())
         assert any("Amendment 1 by" in entry["text"] for entry in second.http.get("/api/v1/journal").json()["entries"])
         kept = sorted(checkpoint_round(path) for path in founder.checkpoints())
-        steer(founder, "rollback", str(kept[-2]), "--from-round", str(founder.status()["run"]["round"] + 12))
+        steer(founder, "rollback", str(kept[-2]), "--from-round", str(founder.status()["run"]["round"] + 30))
         for node in nodes:
             until_in_force(node, 5)
         tokens = founder.status()["run"]["swarm_tokens"]

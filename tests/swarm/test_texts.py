@@ -212,7 +212,7 @@ def test_run_that_starts_from_an_exported_model_begins_near_the_loss_of_that_mod
     with Swarm(tmp_path / "swarm", tiny(round={"min_peers": 1})) as swarm:
         node = swarm.found(f"--run.model.start={folder}")
         first = node.until(lambda s: s["training"]["loss"], START_S)["training"]["loss"]
-        told = float(card.partition("| evaluation loss | ")[2].split()[0])
+        told = float(card.partition("| newest evaluation loss | ")[2].split()[0])
         assert first < told + 0.7, f"the card tells {told}; a model that knows nothing has 5.55"
         manifest = json.loads((node.folder / "manifest.json").read_text())
         assert manifest["run"]["model"]["start"] == "model", "no path of this machine is told to others"

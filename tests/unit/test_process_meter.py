@@ -43,8 +43,9 @@ def worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.
 
 
 def test_processes_are_summed_by_kind(worker: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
-    process, (_, rank) = worker
+    process, (p2pd, rank) = worker
     meter = ProcessMeter(lambda: process.pid)
+    wait_for(lambda: p2pd.name() == "p2pd", 10, "the child is another program")
     meter.sample()
     memory = meter.usage.memory_bytes
     assert memory["supervisor"] > 10 * 2**20
