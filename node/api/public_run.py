@@ -174,18 +174,18 @@ def read_samples(folder: Path) -> tuple[Sample, ...]:
         return ()
 
 
+NO_RANKING = Ranking()
+
+
 def make_public_run(
     view: View,
     manifest: Manifest | None,
     credit: Mapping[str, Any] | None,
     now: datetime,
-    ranking: Ranking | None = None,
+    ranking: Ranking = NO_RANKING,
     samples: Sequence[Sample] = (),
 ) -> PublicRun:
-    """Collect what the page shows. `credit` and `samples` are the results of the functions above.
-
-    `ranking` is that of `rank_members`, if the caller has it already.
-    """
+    """Collect what the page shows. `credit`, `ranking` and `samples` are the results of the other functions."""
     status, run = view.status, view.status.run
     done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
     model = manifest.run.model if manifest is not None else None
@@ -196,7 +196,6 @@ def make_public_run(
     is_complete = bool(total) and not left
     is_near = rate is not None and 0 < left <= rate * LONGEST_FORECAST_S
     ends_at = now + timedelta(seconds=left / rate) if rate and is_near else None
-    ranking = ranking or rank_members(credit, names_in(view), {})
     return PublicRun(
         name=run.name or (manifest.run.name if manifest is not None else ""),
         purpose=manifest.run.purpose if manifest is not None else "",

@@ -184,10 +184,8 @@ def _unit_text(
     assigned = "\n".join(f"Environment={_in_unit(f'{name}={value}')}" for name, value in variables.items())
     who = f"User={USER}\nGroup={USER}\n" if is_system else ""
     state = "StateDirectory=diloco-node\nStateDirectoryMode=0700\n" if data_dir == SYSTEM_DATA else ""
-    folders = [*([] if state else [data_dir]), *writable]
-    may_write = "".join(f"ReadWritePaths={_in_unit(str(folder))}\n" for folder in folders)
     # Most sandboxing needs privileges that a user's systemd does not have everywhere.
-    sandbox = f"{_SYSTEM_SANDBOX}{may_write}" if is_system else ""
+    sandbox = _sandbox([*([] if state else [data_dir]), *writable]) if is_system else ""
     words = " ".join(_in_unit(word).replace("$", "$$") for word in command)
     return f"""\
 # Written by `diloco-node install-service`, which overwrites it.
@@ -223,6 +221,10 @@ UMask=0077
 [Install]
 WantedBy={"multi-user.target" if is_system else "default.target"}
 """
+
+
+def _sandbox(writable: Sequence[Path]) -> str:
+    return _SYSTEM_SANDBOX + "".join(f"ReadWritePaths={_in_unit(str(folder))}\n" for folder in writable)
 
 
 _SYSTEM_SANDBOX = """\

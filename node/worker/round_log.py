@@ -128,10 +128,7 @@ def make_record(
     apply_s: float,
     moved_bytes: tuple[int, int],
 ) -> RoundRecord:
-    """Make the record of a committed round. `moved_bytes` is (sent, received) since the previous round.
-
-    `learning_rate` is that of the next inner step.
-    """
+    """Make the record. `learning_rate` is that of the next step; `moved_bytes` (sent, received) since the last one."""
     plan = done.outcome.plan
     joins = [parse(Join, join.text) for join in plan.joins]
     excluded = [peer for peer in plan.members if peer not in done.outcome.included]
@@ -141,11 +138,10 @@ def make_record(
         outcome = Outcome.ALONE
     else:
         outcome = Outcome.PARTIAL if excluded else Outcome.COMPLETE
+    reason = "" if done.offered or done.is_replayed else "This node had nothing to contribute."
     if excluded:
         who = ", ".join(names.get(peer, peer[-6:]) for peer in excluded)
         reason = f"Contributions that did not arrive completely in time are excluded: {who}."
-    else:
-        reason = "" if done.offered or done.is_replayed else "This node had nothing to contribute."
     stages = {stage.value: done.stage_s.get(stage, 0.0) for stage in Stage}
     stages[Stage.APPLY] += apply_s
     return RoundRecord(
