@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
@@ -84,12 +84,17 @@ def check(source: ReleaseSource, version: str, now: datetime) -> Update:
     return Update(release, Version(release.version) > Version(version))
 
 
+def has_pip() -> bool:
+    # `find_spec` would ask setuptools as well, which warns if distutils is imported already.
+    return PathFinder.find_spec("pip") is not None
+
+
 def install(source: ReleaseSource, release: Release, run: Callable[[Sequence[str]], int]) -> None:
     """Download the wheel, compare it with the signed hash, and let pip install it into this environment.
 
     `run` runs a command and returns its exit code. Raises ReleaseError for another file, and MachineError if pip fails.
     """
-    if find_spec("pip") is None:
+    if not has_pip():
         raise UsageError(
             "This environment has no pip. If it is the container image, pull the new image and start it on the volume; "
             "else install the wheel in the way in which you installed this version."

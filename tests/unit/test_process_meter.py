@@ -45,11 +45,12 @@ def worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.
 def test_processes_are_summed_by_kind(worker: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
     process, (p2pd, rank) = worker
     meter = ProcessMeter(lambda: process.pid)
-    wait_for(lambda: p2pd.name() == "p2pd", 10, "the child is another program")
     meter.sample()
     memory = meter.usage.memory_bytes
     assert memory["supervisor"] > 10 * 2**20
-    assert memory["worker"] > 2**20 and memory["rank"] > 2**20 and 0 < memory["p2pd"] < memory["rank"]
+    assert memory["worker"] > 2**20 and memory["rank"] > 2**20
+    # Other tests of this process may have daemons of libp2p that still run.
+    assert memory["p2pd"] >= p2pd.memory_info().rss // 2 > 0
 
     def has_computed() -> bool:
         meter.sample()

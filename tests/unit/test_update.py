@@ -157,7 +157,7 @@ def test_failed_pip_is_an_error(tmp_path: Path) -> None:
 
 
 def test_environment_without_pip_is_told_how_to_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "find_spec", lambda _: None)
+    monkeypatch.setattr(update, "has_pip", lambda: False)
     pip = Pip()
     with pytest.raises(UsageError, match="pull the new image"):
         install(source(tmp_path, release()), release(), pip)
