@@ -696,7 +696,7 @@ def test_publish_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixt
         assert problem in said and said.count("\n") == 1, said
     make_data_folder(tmp_path / "node", run_of())
     assert main(["publish", place, "--data-dir", str(tmp_path / "node")]) == 2
-    assert "No round is committed yet" in capsys.readouterr().err
+    assert "No checkpoint has a committed round yet" in capsys.readouterr().err
 
 
 # Token and card
