@@ -55,7 +55,7 @@ def render(run: PublicRun) -> str:
 </div>
 {_facts(run)}
 <footer>
-<p>As of {_moment(run.at, "%d %B %Y, %H:%M")}. Times are UTC, and the first round is round 1.
+<p>As of {_moment(run.at, "%d %B %Y, %H:%M")}. Times are UTC, and the first round is round 0.
 <a href="run.json">The same as JSON</a></p>
 </footer>
 </main>

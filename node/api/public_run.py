@@ -50,7 +50,8 @@ class PublicRound(Value):
     """The first round is 0, as everywhere."""
     at: str
     members: int
-    tokens: int
+    tokens: int | None
+    """None for the oldest round that this node knows, unless that is round 0."""
     loss: float | None = None
 
 
@@ -282,12 +283,12 @@ def _members(view: View) -> tuple[PublicMember, ...]:
 
 
 def _round(record: RoundRecord, older: RoundRecord | None) -> PublicRound:
-    tokens = record.swarm_tokens - older.swarm_tokens if older is not None else 0
+    before = older.swarm_tokens if older is not None else 0 if record.round == 0 else None
     return PublicRound(
         number=record.round,
         at=record.started_at,
         members=sum(member.included for member in record.members),
-        tokens=max(0, tokens),
+        tokens=max(0, record.swarm_tokens - before) if before is not None else None,
         loss=record.evaluation_loss,
     )
 

@@ -27,7 +27,9 @@ def publish_now(config: Config) -> str:
     address = parse_publish_address(config.publish.to)
     manifest, checkpoint = newest(config)
     if checkpoint.round < 0:
-        raise UsageError("No checkpoint has a committed round yet: wait until the node has written one, which takes a few minutes.")
+        raise UsageError(
+            "No checkpoint has a committed round yet: wait until the node has written one, which takes a few minutes."
+        )
     store = open_store(address, token=read_token(config), part=f"byhand{secrets.token_hex(8)}")
     revision = revision_of(checkpoint.round, checkpoint.state_digest)
     try:

@@ -108,7 +108,7 @@ def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> N
     ]  # fmt: skip
     assert [one["streak"] for one in run["leaders"]] == [0, 0, 3]
     assert sum(one["share_ratio"] for one in run["leaders"]) == pytest.approx(1.0)
-    assert [one["number"] for one in run["rounds"]] == [3, 2, 1, 0]
+    assert [(one["number"], one["tokens"]) for one in run["rounds"]] == [(3, 1000), (2, 1000), (1, 1000), (0, 1000)]
     assert [one["members"] for one in run["rounds"]] == [2] * 4
     assert [one["loss"] for one in run["losses"]] == [4.0, 3.5, 3.0, 2.5]
     assert [member["name"] for member in run["members"]] == [EVIL], "a paused node is not here"

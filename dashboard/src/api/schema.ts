@@ -230,7 +230,7 @@ export interface PublicRound {
   number: number;
   at: string;
   members: number;
-  tokens: number;
+  tokens: number | null;
   loss: number | null;
 }
 
