@@ -49,7 +49,7 @@ help:
 	@echo "make swarm N=4                     start N nodes here; Ctrl-C ends them"
 	@echo "make homes N=6                     start N nodes in home networks (root)"
 	@echo
-	@echo "make test                          run before each commit: five minutes"
+	@echo "make test                          run before each commit: seven minutes"
 	@echo "make test-all                      all tests that need no GPU: what CI runs"
 	@echo "make test-pythons                  test on the other installed versions of Python"
 	@echo "make test-docker                   test image, compose and wheel (root; 30 min)"
