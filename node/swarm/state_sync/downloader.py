@@ -26,7 +26,7 @@ from node.host.disk_quota import Room, any_room
 from node.swarm.chain.chain import Tip
 from node.swarm.chain.fork_choice import Link
 from node.swarm.consensus.context import Rules
-from node.swarm.membership.peer_table import PeerTable
+from node.swarm.membership.peer_table import PeerTable, while_live
 from node.swarm.state_sync.partial_download import PartialState, partial_downloads, remove_partial_downloads
 from node.swarm.state_sync.providers import AvailableState, ProviderSearch, Target
 from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, Snapshot, links_of, verified_tip
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 LEAF_TIMEOUT_S = 120.0
 """Timeout of one leaf, long enough if STREAMS requests share 2 Mbit/s. The endgame does not wait so long."""
+CREDIT_TIMEOUT_S = 20.0  # The largest table takes 5 s at 2 Mbit/s. If an answer is lost, another peer is asked soon.
 STREAMS = 6  # Limit on requests in flight, to all peers together
 STREAMS_PER_PEER = 3
 ENDGAME_S = 1.0  # Age at which a request may be repeated to a second peer, after all leaves have been requested
@@ -181,9 +182,10 @@ class Downloader:
             if peer in self._banned:
                 continue
             try:
-                reply = await self._wire.call(
-                    peer, "leaf", message, timeout_s=LEAF_TIMEOUT_S, max_reply_bytes=MOST_CREDIT_BYTES
+                call = self._wire.call(
+                    peer, "leaf", message, timeout_s=CREDIT_TIMEOUT_S, max_reply_bytes=MOST_CREDIT_BYTES
                 )
+                reply = await while_live(self._peer_table, peer, call)
                 return await asyncio.to_thread(_checked_credit, reply, snapshot)
             except PeerError as exc:
                 if exc.code == "bad_credit":
