@@ -605,7 +605,7 @@ def _install_service(call: Call) -> int:
         print(f"The service is removed. The data folder {plan.data_dir} stays.")
     else:
         service.install(plan, service.run_command)
-        print(f"The service is started, now and with this machine. See what it does: {plan.hint}")
+        print(f"The service was started, and starts again with this machine. See what it does: {plan.hint}")
     return 0
 
 

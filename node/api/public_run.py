@@ -283,7 +283,9 @@ def _members(view: View) -> tuple[PublicMember, ...]:
 
 
 def _round(record: RoundRecord, older: RoundRecord | None) -> PublicRound:
-    before = older.swarm_tokens if older is not None else 0 if record.round == 0 else None
+    before = older.swarm_tokens if older is not None else None
+    if record.round == 0:
+        before = 0
     return PublicRound(
         number=record.round,
         at=record.started_at,

@@ -85,6 +85,7 @@ def check(source: ReleaseSource, version: str, now: datetime) -> Update:
 
 
 def has_pip() -> bool:
+    """Whether this environment has pip."""
     # `find_spec` would ask setuptools as well, which warns if distutils is imported already.
     return PathFinder.find_spec("pip") is not None
 

@@ -28,7 +28,7 @@ LAST_ROUND = 2**31
 MOST_NUMBER = 2**63
 MOST_DEPTH = 8
 """Limit on lists and tables inside each other in a new value."""
-RESERVED = 2
+RESERVED_NUMBERS = 2
 """Numbers that only `resume` and `stop` may have, so that a run cannot be left paused for ever."""
 REWOUND_BYTES = 20
 """Bytes by which the entry of a rollback grows when it takes place."""

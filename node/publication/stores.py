@@ -27,7 +27,7 @@ RECORD_FILE = "diloco.json"
 """The file of a publication that names its state and its other files."""
 COMPLETE = "COMPLETE"
 NOT_FETCHED = (".gguf", ".gitattributes")
-"""Ends of the names of files that nobody needs who founds a run."""
+"""Suffixes of files that are not downloaded to found a run."""
 NEW_FILES = {".gitattributes", ".gitignore", "README.md", "LICENSE"}
 """Files that a new repository of the hub may have."""
 NO_PLACE = "no_place"
@@ -51,7 +51,7 @@ def round_of(revision: str) -> int | None:
 
 
 CheckSize = Callable[[int], None]
-"""Gets the bytes that are about to be downloaded."""
+"""Called with the size of a download in bytes. Raises NodeError if there is no room."""
 
 
 class Superseded(Exception):
@@ -70,7 +70,7 @@ class Store(Protocol):
     def fetch(self, target: Path, check_size: CheckSize) -> Path:
         """Download the newest revision, or the one that the address names. Returns its folder.
 
-        Before it downloads anything, it calls `check_size`, which raises NodeError if there is no room.
+        Calls `check_size` before it downloads anything.
         """
 
 

@@ -131,7 +131,7 @@ class CheckpointSource:
         """The oldest checkpointed round from which a joiner, or this node after a crash, may replay."""
         return min((*(snapshot.round for snapshot in self._snapshots[:1]), *self._store.pinned()), default=None)
 
-    def holds(self, round_: int, digest: str) -> bool:
+    def hold(self, round_: int, digest: str) -> bool:
         self._store.pin(round_, ROLLBACK_PIN_S)
         return self._store.digest_at(round_) == digest
 

@@ -77,7 +77,7 @@ class Disk:
     def oldest_needed_round(self) -> int | None:
         return self.checkpoints[0].round if self.checkpoints else None
 
-    def holds(self, round_: int, digest: str) -> bool:
+    def hold(self, round_: int, digest: str) -> bool:
         return self.load(round_, digest) is not None
 
     def load(self, round_: int, digest: str) -> OuterState | None:
@@ -111,8 +111,8 @@ class Served:
     def oldest_needed_round(self) -> int | None:
         return self.disk.oldest_needed_round()
 
-    def holds(self, round_: int, digest: str) -> bool:
-        return self.disk.holds(round_, digest)
+    def hold(self, round_: int, digest: str) -> bool:
+        return self.disk.hold(round_, digest)
 
     def load(self, round_: int, digest: str) -> OuterState | None:
         return self.disk.load(round_, digest)

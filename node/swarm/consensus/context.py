@@ -189,8 +189,8 @@ class StateMissing(RoundFailed):
 class KeptStates(Protocol):
     """The earlier outer states on this node's disk."""
 
-    def holds(self, round_: int, digest: str) -> bool:
-        """Whether the state after this round, with this digest, is here. It then stays for some minutes."""
+    def hold(self, round_: int, digest: str) -> bool:
+        """Keep the state after this round, with this digest, for some minutes. Returns whether it is here."""
 
     def load(self, round_: int, digest: str) -> OuterState | None:
         """Read that state; None if it is not here. Slow."""
@@ -199,7 +199,7 @@ class KeptStates(Protocol):
 class NoStates:
     """No earlier state is kept."""
 
-    def holds(self, round_: int, digest: str) -> bool:
+    def hold(self, round_: int, digest: str) -> bool:
         return False
 
     def load(self, round_: int, digest: str) -> OuterState | None:
@@ -296,7 +296,7 @@ class Context:
             wanted = signed.amendment
         if wanted is None or wanted.to_round is None:
             return ""
-        holds = await asyncio.to_thread(self.states.holds, wanted.to_round, wanted.state)
+        holds = await asyncio.to_thread(self.states.hold, wanted.to_round, wanted.state)
         return wanted.state[:16] if holds else ""
 
     @property

@@ -12,7 +12,7 @@ from node.config.amendments import (
     MOST_AMENDMENTS,
     MOST_BYTES,
     MOST_LIST_BYTES,
-    RESERVED,
+    RESERVED_NUMBERS,
     REWOUND_BYTES,
     AcceptedAmendment,
     Amendment,
@@ -50,7 +50,7 @@ def sign_amendment(identity: Identity, amendment: Amendment) -> SignedAmendment:
     return add_signature(identity, SignedAmendment(text=amendment.canonical(), signatures={}))
 
 
-def _is_begin(known: bytes, accepted: bytes) -> bool:
+def _is_prefix(known: bytes, accepted: bytes) -> bool:
     """Whether an encoded list begins with the entries of a known one."""
     return not known or accepted.startswith(known.removesuffix(b"]") + b",")
 
@@ -121,7 +121,7 @@ class Charter:
             )
         if amendment.to_round is not None and amendment.to_round >= round_:
             raise AmendmentRefused(f"the state after round {amendment.to_round} does not exist yet", "invalid")
-        reserved = 0 if amendment.action in ("resume", "stop") else RESERVED
+        reserved = 0 if amendment.action in ("resume", "stop") else RESERVED_NUMBERS
         if len(before) >= MOST_AMENDMENTS - reserved:
             raise AmendmentRefused(f"the run has {len(before)} of at most {MOST_AMENDMENTS} amendments", "oversized")
         after = encode_list((*before, AcceptedAmendment(signed=signed, round=round_)))
@@ -143,7 +143,7 @@ class Charter:
         except AmendmentError as exc:
             raise PeerError(str(exc)) from exc
         # A list of hundreds takes seconds, so only what follows the longest known part of it is checked.
-        known = max((one for one in self._checked_lists if _is_begin(one, accepted)), key=len)
+        known = max((one for one in self._checked_lists if _is_prefix(one, accepted)), key=len)
         part = decode_list(known)
         last_round = part[-1].round if part else -1
         for entry in entries[len(part) :]:
