@@ -39,7 +39,7 @@ class Session:
     """The data folder."""
 
     def schedule_tokens(self, tip: Tip) -> int:
-        """The tokens of the swarm without the rewound ones. Learning rate, phases and the end of the run follow them."""
+        """The tokens of the swarm without rewound ones. Learning rate, phases and the end of the run follow them."""
         return schedule_tokens(tip.state) - self.manifest.rewound_tokens
 
     def is_last(self, tip: Tip) -> bool:
