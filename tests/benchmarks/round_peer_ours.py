@@ -33,6 +33,8 @@ from tests.benchmarks.tensors import check_mean, contribution, ends_of
 RUN = "ab" * 32
 ROUND_S = 120.0
 MEET_S = 60.0
+GROWTH = 1.0 + 1 / 64
+"""Each contribution is so many times the one before."""
 
 
 class NoState(NoStates):
@@ -59,7 +61,8 @@ class Peer:
             RUN, layouts, ClosingRule("time", self.peers, 0.5), OuterRule(1.0, OuterOptimizer("sgd"), 100), 2**40
         )
         self.vector = contribution(self.rank, n)
-        self.rounds = 0
+        self.scale = 1.0
+        """Factor of the newest contribution."""
         self.norm = self.layout.norm(
             [self.layout.codec.encode(self.vector[start:end]) for start, end in self.layout.bounds]
         )
@@ -85,19 +88,18 @@ class Peer:
         return {"met": True}
 
     def round(self) -> dict[str, object]:
-        # Each round has another mean, because a node that has a chunk of this hash does not fetch it again.
-        before_scale, self.rounds = 1.0 + self.rounds / 64, self.rounds + 1
-        scale = 1.0 + self.rounds / 64
-        self.vector.mul_(scale / before_scale)
+        # A node does not fetch a chunk that it already has, so each round needs another mean.
+        self.scale *= GROWTH
+        self.vector.mul_(GROWTH)
         began_s = time.monotonic()
         chunks = [self.layout.codec.encode(self.vector[start:end]) for start, end in self.layout.bounds]
         encode_s = time.monotonic() - began_s
-        self.swarm.offer(LocalContribution(self.tip.head, chunks, 1000, 0.1, self.norm * scale))
+        self.swarm.offer(LocalContribution(self.tip.head, chunks, 1000, 0.1, self.norm * self.scale))
         done, failures = self._await()
         ended_s = time.monotonic()
         before, self.tip = self.tip, done.tip
         ends = zip(ends_of(before.state.anchor), ends_of(self.tip.state.anchor), strict=True)
-        check_mean([(old - new) / scale for old, new in ends], self.peers)
+        check_mean([(old - new) / self.scale for old, new in ends], self.peers)
         plan = done.outcome.plan
         return {
             "encode_s": encode_s,
