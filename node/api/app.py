@@ -24,7 +24,7 @@ def build_app(context: ApiContext, *, hosts: Iterable[str] = ()) -> ASGIApp:
     api = FastAPI(title="diloco-node", version=context.build.version, openapi_url=None, redirect_slashes=False)
     api.include_router(make_router(context))
     api.include_router(make_page())
-    page = PublicPage(context.node, context.config.node.data_dir)
+    page = PublicPage(context.node, context.config.node.data_dir, context.config.swarm.announce)
     api.include_router(make_public_router(page, is_public=context.config.api.public))
     _add_openapi_document(api)
     add_error_handlers(api)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,6 +43,8 @@ class PublicPage:
     node: Node
     folder: Path
     """The data folder."""
+    announced: Sequence[str] = ()
+    """The multiaddresses that the owner announces."""
     _made_at: float = -FRESH_S
     _run: PublicRun | None = None
     _ranking: Ranking = field(default_factory=Ranking)
@@ -64,7 +67,7 @@ class PublicPage:
         if self._ranked != (credit, names, owners):  # Ranking thousands of members takes most of a second.
             self._ranking, self._ranked = rank_members(credit, names, owners), (credit, names, owners)
         now, samples = datetime.now(UTC), read_samples(folder)
-        run = make_public_run(view, read_run(folder), credit, now, self._ranking, samples)
+        run = make_public_run(view, read_run(folder), credit, now, self._ranking, samples, self.announced)
         self._html, self._json = render(run).encode(), run.model_dump_json().encode()
         return run
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from node.api.leaderboard import KnownOwner, RankedMember, RankedOwner, RankedTeam, Ranking, rank
 from node.api.node_interface import View
-from node.config.manifest import Manifest, read_manifest
+from node.config.manifest import Invite, Manifest, parse_invite, read_manifest
 from node.errors import NodeError
 from node.status import Outcome, Phase, RoundRecord, Sample, TaskScore, Value, rfc3339
 
@@ -112,6 +112,7 @@ class PublicRun(Value):
     samples: tuple[PublicSample, ...] = ()
     """Of the first, a middle and the newest sampled round, oldest first."""
     invite: str = ""
+    """Names only addresses that the owner of this node announces; empty if there are none."""
 
 
 class OwnRun(Value):
@@ -185,8 +186,12 @@ def make_public_run(
     now: datetime,
     ranking: Ranking = NO_RANKING,
     samples: Sequence[Sample] = (),
+    announced: Sequence[str] = (),
 ) -> PublicRun:
-    """Collect what the page shows. `credit`, `ranking` and `samples` are the results of the other functions."""
+    """Collect what the page shows. `credit`, `ranking` and `samples` are the results of the other functions.
+
+    `announced` are the multiaddresses that the owner announces. The page names no others.
+    """
     status, run = view.status, view.status.run
     done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
     model = manifest.run.model if manifest is not None else None
@@ -225,8 +230,18 @@ def make_public_run(
         losses=_losses(done),
         task_scores=status.training.task_scores,
         samples=_chosen_samples(samples),
-        invite=run.invite,
+        invite=_public_invite(run.invite, announced),
     )
+
+
+def _public_invite(invite: str, announced: Sequence[str]) -> str:
+    """The invite without addresses at hosts that are not announced; empty if none is left."""
+    hosts = {address.split("/")[2] for address in announced}
+    if not invite or not hosts:
+        return ""
+    whole = parse_invite(invite)
+    kept = tuple(address for address in whole.addresses if address.split("/")[2] in hosts)
+    return str(Invite(whole.manifest_hash, kept)) if kept else ""
 
 
 def _losses(done: Sequence[RoundRecord]) -> tuple[LossPoint, ...]:

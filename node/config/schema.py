@@ -185,7 +185,7 @@ class ApiConfig(Section):
     port of a container, or a proxy. The printed link has it, and the API answers to its host name."""
     public: bool = False
     """Serve a read-only page about the run at /public/ to everybody who reaches the port, without a token. It names no
-    machine and no address, but its invite contains the addresses of some members."""
+    machine, and no address but those of `swarm.announce`. Without them it shows no invite."""
     metrics_public: bool = False
     """Serve /metrics without a token to all callers, not only to those on loopback."""
     tls_cert: str = ""

@@ -17,7 +17,7 @@ from node.api.public_page import STYLE, nice_ticks, render, short
 from node.api.public_run import PublicRun, make_public_run, read_credit, read_run
 from node.api.routes import ApiContext
 from node.commands.site import keep_site, write_site
-from node.config.manifest import Manifest, RunConfig
+from node.config.manifest import Invite, Manifest, RunConfig, parse_invite
 from node.errors import UsageError
 from node.host.files import write_whole
 from node.status import Member, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, TaskScore
@@ -25,12 +25,19 @@ from tests.api.conftest import BUILD, TOKEN, FakeNode, HttpClient
 
 NOW = datetime(2026, 11, 25, 12, tzinfo=UTC)
 EVIL = "<script>alert(1)</script>\"'&"
+OWN, OTHER = "203.0.113.5", "198.51.100.7"
+"""Addresses: what this node's owner announces, and another member's."""
 KEYS = [f"12D3KooW{letter * 44}" for letter in "ABC"]
 MANIFEST = Manifest(
     run_id="ab" * 16,
     initial_digest="cd" * 32,
     parameters=1000,
     run=RunConfig(name=EVIL, purpose=f"Because.\n{EVIL}", total_tokens=10_000),
+)
+
+
+INVITE = Invite(
+    "ef" * 32, tuple(f"/ip4/{host}/tcp/31337/p2p/{key}" for host, key in ((OWN, KEYS[0]), (OTHER, KEYS[1])))
 )
 
 
@@ -54,7 +61,8 @@ def node(fake_node: FakeNode, tmp_path: Path) -> FakeNode:
     folder = tmp_path / "data"
     folder.mkdir()
     own = fake_node.config.node.model_copy(update={"data_dir": folder})
-    fake_node.config = fake_node.config.model_copy(update={"node": own})
+    swarm = fake_node.config.swarm.model_copy(update={"announce": (f"/ip4/{OWN}/tcp/31337",)})
+    fake_node.config = fake_node.config.model_copy(update={"node": own, "swarm": swarm})
     (folder / "manifest.json").write_bytes(MANIFEST.canonical())
     table = [
         {"member": key, "tokens": 100 * (i + 1), "rounds": 3, "first_round": 0, "streak_round": 1, "last_round": 3 - i}
@@ -62,7 +70,7 @@ def node(fake_node: FakeNode, tmp_path: Path) -> FakeNode:
     ]
     (folder / "credit.json").write_text(json.dumps({"evidence": {"round": 3}, "table": table}))
     run = RunInfo(
-        name=EVIL, manifest_hash="ef" * 32, round=3, swarm_tokens=4000, total_tokens=10_000, invite="diloco1-xyz"
+        name=EVIL, manifest_hash="ef" * 32, round=3, swarm_tokens=4000, total_tokens=10_000, invite=str(INVITE)
     )
     rows = (row(KEYS[0], EVIL), row(KEYS[1], "Zoë", "paused"))
     fake_node.board.set_phase(None)
@@ -99,6 +107,22 @@ def test_page_is_private_by_default_and_its_content_is_there_for_the_owner(node:
     assert owner.get("/api/v1/public").json()["round"] == 3
 
 
+def test_invite_on_the_page_names_only_what_the_owner_announces(node: FakeNode) -> None:
+    """Whoever opens the page could decode the addresses of other members."""
+    http = client(node, public=True)
+    invite = http.get("/public/run.json").json()["invite"]
+    assert parse_invite(invite).addresses == INVITE.addresses[:1]
+    assert f"diloco-node run --join {invite}" in http.get("/public/").text
+    for path in ("/public/", "/public/run.json", "/public/public.css"):
+        text = http.get(path).text
+        decoded = [parse_invite(found).addresses for found in re.findall(r"diloco1-[\w-]+", text)]
+        assert OTHER not in text and OTHER not in str(decoded)
+    silent = node.config.swarm.model_copy(update={"announce": ()})
+    node.config = node.config.model_copy(update={"swarm": silent})
+    assert "Ask a member for an invite" in client(node, public=True).get("/public/").text
+    assert client(node, public=True).get("/public/run.json").json()["invite"] == ""
+
+
 def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> None:
     run = client(node, public=False, token=TOKEN).get("/api/v1/public").json()
     assert (run["round"], run["tokens"], run["progress_ratio"], run["state"]) == (3, 4000, 0.4, "training")
@@ -113,7 +137,7 @@ def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> N
     assert [one["loss"] for one in run["losses"]] == [4.0, 3.5, 3.0, 2.5]
     assert [member["name"] for member in run["members"]] == [EVIL], "a paused node is not here"
     page = client(node, public=True).get("/public/").text
-    for text in ("40.0 %", "diloco-node run --join diloco1-xyz", "It went from 4.000 to 2.500", "Because."):
+    for text in ("40.0 %", "<h2>Take part</h2>", "It went from 4.000 to 2.500", "Because."):
         assert text in page
 
 
