@@ -154,7 +154,8 @@ def _samples(run: PublicRun) -> str:
 def _sample(sample: PublicSample) -> str:
     return (
         f"<figure><figcaption>After round {sample.number:,}</figcaption>"
-        f"<pre><b>{escape(sample.prompt)}</b>{escape(sample.text)}</pre></figure>"
+        f'<pre tabindex="0" role="region" aria-label="Text after round {sample.number}">'
+        f"<b>{escape(sample.prompt)}</b>{escape(sample.text)}</pre></figure>"
     )
 
 
@@ -252,7 +253,8 @@ def _join(run: PublicRun) -> str:
         body = (
             "<p>Install <code>diloco-node</code>, then copy this line into a terminal. You can pause or leave at any "
             "time, and nothing of what you gave is lost.</p>"
-            f"<pre>diloco-node run --join {escape(run.invite)}</pre>"
+            '<pre tabindex="0" role="region" aria-label="The line to copy">'
+            f"diloco-node run --join {escape(run.invite)}</pre>"
         )
     else:
         body = "<p>Ask a member for an invite.</p>"

@@ -224,7 +224,7 @@ def test_samples_of_the_first_a_middle_and_the_newest_round_are_side_by_side(nod
     ]
     page = client(node, public=True).get("/public/").text
     rows = re.findall(r'<div class="samples">(.*?)</div>', page)
-    assert [re.findall(r"After round ([\d,]+)</figcaption><pre><b>(\w+)</b> text (\d+)<", row) for row in rows] == [
+    assert [re.findall(r"After round ([\d,]+)</figcaption><pre[^>]*><b>(\w+)</b> text (\d+)<", row) for row in rows] == [
         [("0", prompt, "0"), ("30", prompt, "30"), ("1,000", prompt, "1000")] for prompt in ("def", "class")
     ]
 
@@ -232,7 +232,7 @@ def test_samples_of_the_first_a_middle_and_the_newest_round_are_side_by_side(nod
 def test_text_of_the_model_stays_text(node: FakeNode) -> None:
     write_samples(node, (0, EVIL, f"{EVIL}</pre>\n\n" + "x" * 2000))
     page = client(node, public=True).get("/public/").text
-    assert "<script" not in page and page.count("</pre>") == page.count("<pre>") == 2
+    assert "<script" not in page and page.count("</pre>") == page.count("<pre ") == 2
     assert public(node)["samples"][0]["text"].startswith(EVIL)
 
 
