@@ -44,15 +44,15 @@ def render(run: PublicRun) -> str:
 {_progress(run)}
 <div class="columns">
 {_loss(run)}
+<div class="stack">
 {_members(run)}
+{_join(run)}
+</div>
 </div>
 {_tasks(run)}
 {_samples(run)}
 {_leaders(run)}
-<div class="columns">
 {_rounds(run)}
-{_join(run)}
-</div>
 {_facts(run)}
 <footer>
 <p>As of {_moment(run.at, "%d %B %Y, %H:%M")}. Times are UTC, and the first round is round 0.
