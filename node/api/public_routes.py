@@ -22,6 +22,7 @@ from node.api.public_run import (
     PublicRun,
     make_public_run,
     names_in,
+    public_invite,
     rank_members,
     read_credit,
     read_owners,
@@ -67,7 +68,8 @@ class PublicPage:
         if self._ranked != (credit, names, owners):  # Ranking thousands of members takes most of a second.
             self._ranking, self._ranked = rank_members(credit, names, owners), (credit, names, owners)
         now, samples = datetime.now(UTC), read_samples(folder)
-        run = make_public_run(view, read_run(folder), credit, now, self._ranking, samples, self.announced)
+        invite = public_invite(view.status.run.invite, self.announced)
+        run = make_public_run(view, read_run(folder), credit, now, self._ranking, samples, invite)
         self._html, self._json = render(run).encode(), run.model_dump_json().encode()
         return run
 

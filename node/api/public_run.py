@@ -176,6 +176,16 @@ def read_samples(folder: Path) -> tuple[Sample, ...]:
         return ()
 
 
+def public_invite(invite: str, announced: Sequence[str]) -> str:
+    """The invite without addresses at hosts that are not announced; empty if none is left. Takes multiaddresses."""
+    hosts = {address.split("/")[2] for address in announced}
+    if not invite or not hosts:
+        return ""
+    whole = parse_invite(invite)
+    kept = tuple(address for address in whole.addresses if address.split("/")[2] in hosts)
+    return str(Invite(whole.manifest_hash, kept)) if kept else ""
+
+
 NO_RANKING = Ranking()
 
 
@@ -186,12 +196,9 @@ def make_public_run(
     now: datetime,
     ranking: Ranking = NO_RANKING,
     samples: Sequence[Sample] = (),
-    announced: Sequence[str] = (),
+    invite: str = "",
 ) -> PublicRun:
-    """Collect what the page shows. `credit`, `ranking` and `samples` are the results of the other functions.
-
-    `announced` are the multiaddresses that the owner announces. The page names no others.
-    """
+    """Collect what the page shows. `credit`, `ranking`, `samples` and `invite` are the results of the others."""
     status, run = view.status, view.status.run
     done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
     model = manifest.run.model if manifest is not None else None
@@ -230,18 +237,8 @@ def make_public_run(
         losses=_losses(done),
         task_scores=status.training.task_scores,
         samples=_chosen_samples(samples),
-        invite=_public_invite(run.invite, announced),
+        invite=invite,
     )
-
-
-def _public_invite(invite: str, announced: Sequence[str]) -> str:
-    """The invite without addresses at hosts that are not announced; empty if none is left."""
-    hosts = {address.split("/")[2] for address in announced}
-    if not invite or not hosts:
-        return ""
-    whole = parse_invite(invite)
-    kept = tuple(address for address in whole.addresses if address.split("/")[2] in hosts)
-    return str(Invite(whole.manifest_hash, kept)) if kept else ""
 
 
 def _losses(done: Sequence[RoundRecord]) -> tuple[LossPoint, ...]:

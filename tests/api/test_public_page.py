@@ -224,7 +224,8 @@ def test_samples_of_the_first_a_middle_and_the_newest_round_are_side_by_side(nod
     ]
     page = client(node, public=True).get("/public/").text
     rows = re.findall(r'<div class="samples">(.*?)</div>', page)
-    assert [re.findall(r"After round ([\d,]+)</figcaption><pre[^>]*><b>(\w+)</b> text (\d+)<", row) for row in rows] == [
+    sample = r"After round ([\d,]+)</figcaption><pre[^>]*><b>(\w+)</b> text (\d+)<"
+    assert [re.findall(sample, row) for row in rows] == [
         [("0", prompt, "0"), ("30", prompt, "30"), ("1,000", prompt, "1000")] for prompt in ("def", "class")
     ]
 

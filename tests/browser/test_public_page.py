@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize
+from playwright.sync_api import Browser, BrowserContext, Dialog, Page, ViewportSize
 
 from node.api.leaderboard import RankedMember, RankedOwner, RankedTeam
 from node.api.public_page import STYLE, render
@@ -81,9 +81,15 @@ def site(tmp_path: Path) -> Path:
 
 def opened(context: BrowserContext, site: Path) -> tuple[Page, list[str]]:
     """The page, and everything that it has asked for or complained about."""
-    page, seen = context.new_page(), []
+    page = context.new_page()
+    seen: list[str] = []
+
+    def dismiss(dialog: Dialog) -> None:
+        seen.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
     page.on("request", lambda request: seen.append(request.url))
-    page.on("dialog", lambda dialog: (seen.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("dialog", dismiss)
     page.on("pageerror", lambda error: seen.append(f"error: {error}"))
     page.goto(site.joinpath("index.html").as_uri())
     return page, seen
