@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from node.diloco.buffers import vectors
 from node.diloco.credit import EMPTY, CreditTable
 
 SMALLEST_NORMAL = 2.0**-126
@@ -115,7 +116,7 @@ def outer_step(
         raise ValueError(f"The optimizer {optimizer.name} needs {optimizer.moments} moments, not {state.moments}.")
     if tokens < 0:
         raise ValueError(f"A round cannot have {tokens} tokens.")
-    momentum, anchor = torch.empty_like(state.momentum), torch.empty_like(state.anchor)
+    momentum, anchor = vectors.empty(state.momentum.numel()), vectors.empty(state.anchor.numel())
     buffers = momentum.view(optimizer.moments, -1)
     old_buffers = state.momentum.view(optimizer.moments, -1)
     steps = (state.round + 1 if number is None else number) + 1

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
+from node.diloco.buffers import vectors
 from node.diloco.codec import Codec, chunk_bounds
 from node.diloco.fragments import Ranges, elements
 from node.errors import PeerError
@@ -57,7 +57,7 @@ class ChunkLayout:
 
     def decode_and_measure(self, chunks: Sequence[bytes]) -> tuple[Tensor, float]:
         """The round's vector, fp32 [P_f], and its L2 norm, summed chunk by chunk, as reducers do."""
-        vector, squares = torch.empty(self.bounds[-1][1] if self.bounds else 0), 0.0
+        vector, squares = vectors.empty(self.bounds[-1][1] if self.bounds else 0), 0.0
         for data, (start, end) in zip(chunks, self.bounds, strict=True):
             part = self.codec.decode(data, end - start)
             squares += square_norm(part)
