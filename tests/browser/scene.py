@@ -36,6 +36,7 @@ from node.status import (
     Report,
     RoundRecord,
     RunInfo,
+    Sample,
     Seconds,
     SyncInfo,
     TrainingInfo,
@@ -61,6 +62,9 @@ MANIFEST = Manifest(
         total_tokens=TOTAL_TOKENS,
     ),
 )
+PROMPT = "def open_file("
+SAID = {10: "self, self, the the):\n    retur", 40: "path, mode='r'):\n    with open(path, mode) as file:\n        return file.read()"}
+"""What the model wrote after these rounds."""
 MONTH = MonthUsage(
     month="2026-11", ends_at="2026-12-01T00:00:00Z", sent_bytes=31_000_000_000, received_bytes=30_000_000_000,
     limit_bytes=200_000_000_000, measured_joules=89_000_000.0,
@@ -108,6 +112,7 @@ def training_report() -> Report:
         training=TrainingInfo(
             loss=2.513, evaluation_loss=2.561, learning_rate=4e-4, inner_step=32, inner_steps=20,
             tokens_total=48_000_000, tokens_per_second=2400.0,
+            samples=tuple(Sample(round=number, prompt=PROMPT, text=text) for number, text in SAID.items()),
         ),
         sync=SyncInfo(progress_ratio=0.62, eta_s=38.0, round_s=100.0, last=record(NEWEST, 60)),
         peers=PeersInfo(connected=3, training=4),

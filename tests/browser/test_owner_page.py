@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import BrowserContext
 
-from node.status import Phase
+from node.status import Phase, Sample
 from tests.browser.harness import NARROW, WIDE, Dashboard
 from tests.browser.scene import MONTH, Scene, peer, scene
 from tests.swarm.harness import wait_for
@@ -49,6 +49,18 @@ def test_run_card_shows_purpose_progress_and_the_share_of_this_node(tab: Dashboa
     assert facts["Streak"].split("\n")[:1] == ["12"]
     assert card.get_by_role("progressbar").get_attribute("aria-valuenow") == "8.4"
     assert "Share, rank and streak count up to round 41." in told
+
+
+def test_newest_text_of_the_model_is_shown_as_plain_text(village: Scene, tab: Dashboard) -> None:
+    shown = tab.mark("answer")
+    shown.filter(has_text="with open(path, mode) as file:").wait_for()
+    assert "after round 40" in shown.inner_text()
+    hostile = Sample(round=41, prompt="a", text="<img src=x onerror=alert(1)>\u202e")
+    samples = (hostile, *village.report.training.samples)
+    village.show(training=village.report.training.model_copy(update={"samples": samples}))
+    shown.filter(has_text="<img src=x onerror=alert(1)>").wait_for()
+    assert "\u202e" not in shown.inner_text()
+    assert shown.locator("img").count() == 0
 
 
 def test_explanation_of_a_term_appears_on_focus_and_stays_inside_a_narrow_window(tab: Dashboard) -> None:

@@ -1,10 +1,11 @@
-/** A box in which the owner tries the model while it learns. */
+/** What the model says: its newest sample, and a box in which the owner tries it while it learns. */
 
 import { useSignal } from "@preact/signals";
 import { api, errorText } from "../api/client";
 import type { GeneratedText } from "../api/schema";
 import { Section } from "../components/text";
 import { clean } from "../format/sanitize";
+import { status } from "../state/store";
 
 const LONGEST_PROMPT = 2000;
 const TOKENS = 64;
@@ -51,16 +52,28 @@ export function TryModel() {
       </form>
       <div aria-live="polite">
         {problem.value && <p class="problem">{problem.value}</p>}
-        {answer.value && (
-          <figure data-testid="answer">
-            <pre>
-              <b>{clean(answer.value.prompt)}</b>
-              {clean(answer.value.found.text)}
-            </pre>
-            <figcaption class="quiet">After round {answer.value.found.round}. Nobody has written or checked this text.</figcaption>
-          </figure>
-        )}
+        {answer.value && <Text prompt={answer.value.prompt} text={answer.value.found.text} round={answer.value.found.round} />}
       </div>
+      {!answer.value && <NewestSample />}
     </Section>
+  );
+}
+
+/** The text that the model wrote at its newest evaluation. */
+function NewestSample() {
+  const samples = status.value?.training?.samples ?? [];
+  const newest = samples.reduce<(typeof samples)[number] | null>((a, b) => (a && a.round > b.round ? a : b), null);
+  return newest && <Text prompt={newest.prompt} text={newest.text} round={newest.round} />;
+}
+
+function Text({ prompt, text, round }: { prompt: string; text: string; round: number }) {
+  return (
+    <figure data-testid="answer">
+      <pre>
+        <b>{clean(prompt)}</b>
+        {clean(text)}
+      </pre>
+      <figcaption class="quiet">The model wrote this after round {round}. Nobody has checked it.</figcaption>
+    </figure>
   );
 }
