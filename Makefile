@@ -61,6 +61,7 @@ help:
 	@echo "make bench-sync                    measure communication (root; over an hour)"
 	@echo "make book                          test the claims of the papers: three hours"
 	@echo "make storm                         inject faults into real nodes: 45 minutes"
+	@echo "make storm ARGS=--steer            also amend, pause and resume the run meanwhile"
 	@echo
 	@echo "make dashboard                     build the page into node/api/static"
 	@echo "make wheel                         build the package: dist/*.whl"
@@ -191,7 +192,8 @@ bench-sync: $(DEV_SET_UP)
 book: $(DEV_SET_UP)
 	@exec $(BIN)/python -m tests.benchmarks.book $(ARGS)
 
-# ARGS go to tests.swarm.storm: --nodes 8 --minutes 20 --fault-every 15 --seed 1. All three parts run even if one fails.
+# ARGS go to tests.swarm.storm: --nodes 8 --minutes 20 --fault-every 15 --seed 1 --steer --codec int4 --result-codec int8
+# --feedback loco. All three parts run even if one fails.
 storm: $(DEV_SET_UP)
 	@failed=0; for what in "tests.swarm.storm $(ARGS)" tests.contract.matrix tests.swarm.matrix; do \
 		$(BIN)/python -m $$what || failed=$$?; [[ $$failed != 130 ]] || break; done; exit $$failed

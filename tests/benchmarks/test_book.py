@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from node.diloco.outer import OuterState
 from node.training.corpus import load_corpus
+from node.training.inner import InnerLoop
 from tests.benchmarks.book.arm import Arm
 from tests.benchmarks.book.cells import Store
 from tests.benchmarks.book.chapters import CHAPTERS
@@ -113,6 +115,26 @@ def test_one_worker_whose_outer_step_copies_it_equals_a_worker_without_outer_ste
     assert Trial(copying, 3).run().loss == pytest.approx(plain.loss, abs=1e-4)
     assert Trial(SHORT.but(kind="data-parallel", workers=1), 3).run().loss == pytest.approx(plain.loss, abs=1e-6)
     assert Trial(SHORT, 3).run().loss != pytest.approx(plain.loss, abs=1e-4)
+
+
+def test_inner_schedule_changes_the_rate_of_the_steps_and_not_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: dict[str, list[float]] = {"cosine": [], "wsd": []}
+    step = InnerLoop.step
+
+    def noted(inner: InnerLoop, batch: torch.Tensor, lr: float) -> object:
+        rates[arm.inner_schedule].append(lr)
+        return step(inner, batch, lr)
+
+    monkeypatch.setattr(InnerLoop, "step", noted)
+    results = []
+    for arm in (SHORT.but(workers=1), SHORT.but(workers=1, inner_schedule="wsd")):
+        results.append(Trial(arm, 0).run())
+    assert results[0].tokens == results[1].tokens == 20 * 256
+    assert results[0].loss != results[1].loss
+    peak = SHORT.inner_lr
+    assert rates["wsd"][:19] == [peak] * 19, "the decay is the last tenth, and its first step has the peak"
+    assert peak > rates["wsd"][19] == pytest.approx(peak * (1 - 0.9 * math.sqrt(0.5)))
+    assert all(later < earlier for earlier, later in pairwise(rates["cosine"]))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov", "adam"])

@@ -6,7 +6,11 @@ A seeded generator draws the faults: SIGKILL of a worker, a supervisor or a p2pd
 clean leave and return; a new node that joins with the invite of any live node; a node, possibly the founder, that
 leaves for good; and DILOCO_FAULTS for later rounds. A fault waits while three nodes are away or if it would leave no
 majority, because the storm tests the protocol. One node is spared, so that its memory and open handles can be measured
-over the whole storm. Training has a lower priority than nodes that start.
+over the whole storm. In the last minute a node joins, which is spared as well: its table of credit is compared with
+those of the others. Training has a lower priority than nodes that start.
+
+With `--steer`, the founder changes the learning rate and the weights of two sources during the storm, and pauses and
+resumes the run (storm_steering.py).
 
 It prints a table with PASS or FAIL for each promise. All figures go to storm.json in the data folder, and the
 observations to storm-seen.json, which `--judge FILE` judges again. The exit code is 1 if a promise fails. Ctrl-C ends
@@ -27,13 +31,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import httpx
 import psutil
+from pydantic import ValidationError
 
+from node.config.manifest import RunConfig
 from tests.swarm.harness import Node, Swarm, tiny
-from tests.swarm.storm_judge import ObservedFault, StatusSample, StormObservations, load
+from tests.swarm.storm_judge import ObservedFault, StatusSample, StormObservations, load, shares_a_table
 from tests.swarm.storm_report import report
+from tests.swarm.storm_steering import FLAGS as STEERED_FLAGS
+from tests.swarm.storm_steering import SETTINGS, Steering, steered, write_text
 from tests.swarm.storm_watch import Watch, injected
 
 CALM_ROUNDS = 4
@@ -53,6 +62,8 @@ MAX_DOWN = 3
 majority."""
 STOP_S = (10.0, 30.0)
 AWAY_S = (2.0, 10.0)
+LATE_JOIN_S = 45.0
+"""The late joiner starts so many seconds before the end of the storm, but not in its first half."""
 VANISH_S = 30.0
 """Longest time until a node that was killed or asked to leave has no processes left."""
 AGAIN_S = 0.5
@@ -91,11 +102,21 @@ class ScheduledAction:
 class FaultInjector:
     """Injects the faults of one storm."""
 
-    def __init__(self, swarm: Swarm, watch: Watch, observed: StormObservations, rng: random.Random, nodes: int) -> None:
+    def __init__(
+        self,
+        swarm: Swarm,
+        watch: Watch,
+        observed: StormObservations,
+        rng: random.Random,
+        nodes: int,
+        flags: Sequence[str] = FLAGS,
+    ) -> None:
+        """`flags` go to each start of a node."""
         self._swarm, self._watch, self._observed, self._rng, self._nodes = swarm, watch, observed, rng, nodes
+        self._flags = flags
         self.here: list[Node] = []
         """All nodes that have not left for good."""
-        self.spared = ""
+        self.spared: list[str] = []
         self._busy: set[str] = set()
         """The names of nodes that have a scheduled action."""
         self._scheduled: list[ScheduledAction] = []
@@ -108,10 +129,10 @@ class FaultInjector:
         self._observed.hurts.append(ObservedFault(node.name, "start", 0.0 if node not in self.here else now_s, now_s))
         if node not in self.here:
             self.here.append(node)
-        node.start(*FLAGS, env={"DILOCO_FAULTS": self._plan(node)})
+        node.start(*self._flags, env={"DILOCO_FAULTS": self._plan(node)})
 
     def _plan(self, node: Node) -> str:
-        if node.name == self.spared:
+        if node.name in self.spared:
             return ""
         kind = self._rng.choice(list(ARMS))
         round_ = self._watch.swarm_round() + 1 + self._rng.randrange(*ARMED_AHEAD)
@@ -120,19 +141,27 @@ class FaultInjector:
     def down(self) -> list[str]:
         return [node.name for node in self.here if node.name in self._busy or not self._watch.takes_part(node.name)]
 
+    def free(self) -> list[Node]:
+        """The nodes that take part in rounds and have no scheduled action."""
+        down = self.down()
+        return [node for node in self.here if node.name not in down]
+
+    def safest(self) -> list[Node]:
+        """The free nodes, the spared ones first."""
+        return sorted(self.free(), key=lambda node: node.name not in self.spared)
+
     # faults
 
     def hurt(self) -> str:
         """Inject one fault of a kind that is possible now. Returns an empty text if no kind is possible."""
-        down = self.down()
-        free = [node for node in self.here if node.name not in down]
-        kinds = self._possible(len(down), len(free))
+        free = self.free()
+        kinds = self._possible(len(self.here) - len(free), len(free))
         if not kinds:
             return ""
         kind = self._rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
         if kind == "join":
             return self._join(self._rng.choice(free))
-        victims = [node for node in free if node.name != self.spared]
+        victims = [node for node in free if node.name not in self.spared]
         return self._strike(kind, self._rng.choice(victims)) if victims else ""
 
     def _possible(self, down: int, free: int) -> list[str]:
@@ -204,14 +233,23 @@ class FaultInjector:
         self._later(node, 1.0, lambda: self._is_gone(node, hurt.at_s))
         return "leave for good" if politely else "kill for good"
 
-    def _join(self, host: Node) -> str:
+    def _join(self, host: Node, *, is_spared: bool = False) -> str:
         invite = self._watch.invite(host.name)
         if not invite:
             return ""
         node = self._swarm.node(f"n{len(self._swarm.nodes):02d}", join=invite)
         node.preset = None
+        self.spared += [node.name] if is_spared else []
         self.start(node)
         return f"join: {node.name}, by {host.name}"
+
+    def join_late(self) -> str:
+        """Start the late joiner. Returns an empty text if no node can invite it now."""
+        free = self.free()
+        done = self._join(self._rng.choice(free), is_spared=True) if free else ""
+        if done:
+            self._observed.late_joiner = self.here[-1].name
+        return done
 
     def _is_gone(self, node: Node, since_s: float) -> bool:
         """Whether all processes of the node have ended. A process that takes too long to end is reported and killed."""
@@ -270,13 +308,29 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fault-every", type=float, default=15.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=1, help="draws the same faults again")
     parser.add_argument("--codec", default="fp16", help="run.sync.codec")
+    parser.add_argument("--result-codec", default="auto", help="run.sync.result_codec")
     parser.add_argument("--feedback", default="none", help="run.sync.feedback")
+    parser.add_argument(
+        "--steer", action="store_true",
+        help="found a run with two sources, amend its learning rate and their weights, pause it and resume it",
+    )  # fmt: skip
     parser.add_argument("--data-dir", type=Path, default=Path(".data/storm"), help="emptied before the storm")
     parser.add_argument("--judge", type=Path, metavar="FILE", help="only judge what an earlier storm has seen")
     given = parser.parse_args(words)
     if given.nodes < 4:
         parser.error("a storm needs at least 4 nodes: with one or two of them away, three must remain")
+    try:
+        RunConfig.model_validate(run_of(given))
+    except ValidationError as exc:
+        parser.error(f"the run is not valid: {exc.errors()[0]['loc']}: {exc.errors()[0]['msg']}")
     return given
+
+
+def run_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The [run] of the storm."""
+    sync = {"codec": given.codec, "result_codec": given.result_codec, "feedback": given.feedback}
+    run = {**RUN, "sync": {**RUN.get("sync", {}), **sync}}
+    return steered(run) if given.steer else run
 
 
 def say(text: str) -> None:
@@ -301,7 +355,7 @@ def gather(swarm: Swarm, injector: FaultInjector, watch: Watch, nodes: int) -> N
     watch.start()
     if not wait(lambda: bool(watch.invite("n00")), START_S, watch.check):
         raise TimeoutError(f"the founder does not start: {founder.said()[-2000:]}")
-    injector.spared = "n01"
+    injector.spared = ["n01"]
     for number in range(1, nodes):
         node = swarm.node(f"n{number:02d}", join=watch.invite("n00"))
         node.preset = None
@@ -315,14 +369,23 @@ def gather(swarm: Swarm, injector: FaultInjector, watch: Watch, nodes: int) -> N
 
 
 def inject_faults(
-    injector: FaultInjector, watch: Watch, observed: StormObservations, minutes: float, every_s: float
+    injector: FaultInjector,
+    watch: Watch,
+    observed: StormObservations,
+    minutes: float,
+    every_s: float,
+    steering: Steering | None = None,
 ) -> None:
-    """Inject faults until the end of the storm."""
-    observed.began_s = time.monotonic()
+    """Inject faults until the end of the storm. `observed.began_s` is its beginning."""
     due_s, told = observed.began_s, 0
+    late_join_s = observed.began_s + max(30 * minutes, 60 * minutes - LATE_JOIN_S)
     while time.monotonic() < observed.began_s + 60 * minutes:
         watch.check()
         injector.run_due()
+        if steering is not None and (done := steering.run_due()):
+            say(f"     round {watch.swarm_round()}: {done}")
+        if not observed.late_joiner and time.monotonic() >= late_join_s and (done := injector.join_late()):
+            say(f"     round {watch.swarm_round()}: late {done}")
         if time.monotonic() >= due_s and (done := injector.hurt()):
             due_s = max(due_s + every_s, time.monotonic() + every_s / 3)
             told += 1
@@ -330,15 +393,34 @@ def inject_faults(
         time.sleep(0.2)
 
 
-def wait_for_recovery(injector: FaultInjector, watch: Watch, observed: StormObservations) -> None:
-    """Wait until all nodes have returned, then for QUIET_ROUNDS rounds, after which all must have the same head."""
+def finish(steering: Steering, injector: FaultInjector) -> None:
+    """Make the amendments that are left, so that the run does not stay paused."""
+
+    def run_due() -> None:
+        injector.run_due()
+        if done := steering.run_due():
+            say(f"     {done}")
+
+    wait(lambda: steering.is_done, QUIET_S, run_due)
+
+
+def wait_for_recovery(
+    injector: FaultInjector, watch: Watch, observed: StormObservations, steering: Steering | None = None
+) -> None:
+    """Wait until all nodes have returned, then for QUIET_ROUNDS rounds, after which all must have the same head.
+
+    Each node gets the time to write a table of credit that can be compared with another one.
+    """
     say("the storm is over; everybody comes back")
     observed.calm_s = time.monotonic()
+    if steering is not None:
+        finish(steering, injector)
     wait(lambda: injector.settled, END_S, lambda: injector.run_due(all_now=True))
     if not wait(lambda: not injector.down(), QUIET_S, injector.run_due):
         observed.oddities += [f"{name} did not come back" for name in injector.down()]
     first = watch.swarm_round()
     wait(lambda: watch.swarm_round() >= first + QUIET_ROUNDS, QUIET_S, injector.run_due)
+    wait(lambda: all(shares_a_table(observed, node.name) for node in injector.here), QUIET_S / 3, injector.run_due)
 
     def looks() -> list[StatusSample]:
         return [look for node in injector.here if (look := watch.newest(node.name))]
@@ -368,18 +450,28 @@ def storm(given: argparse.Namespace) -> StormObservations:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     settings = {"nodes": given.nodes, "minutes": given.minutes, "fault_every_s": given.fault_every, "seed": given.seed}
-    settings |= {"codec": given.codec, "feedback": given.feedback}
-    observed = StormObservations(settings | {"cores": psutil.cpu_count(), "load_before": psutil.getloadavg()[0]})
-    sync = {"codec": given.codec, "feedback": given.feedback}
-    with Swarm(folder, {**RUN, "sync": {**RUN.get("sync", {}), **sync}}) as swarm:
+    settings |= {"codec": given.codec, "result_codec": given.result_codec, "feedback": given.feedback}
+    settings |= {"late_join": True, "cores": psutil.cpu_count(), "load_before": psutil.getloadavg()[0]}
+    observed = StormObservations(settings, expected=SETTINGS if given.steer else None)
+    flags = [*FLAGS, *STEERED_FLAGS, f"--node.text_dir={write_text(folder / 'text')}"] if given.steer else FLAGS
+    with Swarm(folder, run_of(given)) as swarm:
         injector: FaultInjector
         watch = Watch(observed, lambda: list(injector.here))
-        injector = FaultInjector(swarm, watch, observed, random.Random(given.seed), given.nodes)
+        injector = FaultInjector(swarm, watch, observed, random.Random(given.seed), given.nodes, flags)
+        steering: Steering | None = None
         try:
             gather(swarm, injector, watch, given.nodes)
-            inject_faults(injector, watch, observed, given.minutes, given.fault_every)
-            wait_for_recovery(injector, watch, observed)
+            observed.began_s = time.monotonic()
+            if given.steer:
+                key, length_s = swarm.nodes[0].folder / "identity.key", 60 * given.minutes
+                steering = Steering(
+                    watch, observed.steering, key, injector.safest, began_s=observed.began_s, length_s=length_s
+                )
+            inject_faults(injector, watch, observed, given.minutes, given.fault_every, steering)
+            wait_for_recovery(injector, watch, observed, steering)
         finally:
+            if steering is not None:
+                steering.end()
             watch.stop()
         end(injector, observed)
         observed.hurts += injected(swarm.nodes)

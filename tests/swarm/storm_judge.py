@@ -10,6 +10,8 @@ Times are seconds of the observing process's monotonic clock. Definitions:
 - *live* in a round: a node that was never down from the beginning of the round to SLACK_S after its end.
 - *(node, round) committed*: a live node has a record of this round with the chain's head and digest, seen no later than
   SLACK_S after the end of the next round.
+- *paused*: a round from the amendment that pauses the run until the one that resumes it. It waits for an amendment, so
+  its length is not that of a round, and no kill is timed to its commit.
 - *kill to commit*: the time from a kill until the last survivor (a node live in that round) has committed the first
   round that ends at least LOOK_S after the kill. Looks are 1 s apart, so the figure is up to 1 s too long.
 """
@@ -41,6 +43,10 @@ KILLS = ("kill", "die")
 RESTARTS = ("kill worker", "kill p2pd", "die", "fail")
 """Faults after which the supervisor starts a new worker. A worker that has lost its p2pd still reports for some seconds
 that it trains."""
+LATE_S = 60.0
+"""The late joiner takes part at most so many seconds before the end of the storm, or later."""
+STEPS = ("rate", "weights", "pause", "resume")
+"""The steps of a storm that steers its run, by name."""
 MEMBER_PHASES = frozenset({"training", "syncing", "draining"})
 
 
@@ -53,6 +59,10 @@ class StatusSample:
     round: int
     head: str
     digest: str
+    is_paused: bool = False
+    """Whether an amendment has paused the run."""
+    learning_rate: float = 0.0
+    """The rate of the newest inner step of the round after `round`; 0 if the node has made none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,71 @@ class ObservedCommit:
     outcome: str
     included: bool
     """Whether the round includes this node's own contribution."""
+    tokens: int = 0
+    """Tokens of the swarm after the round."""
+    learning_rate: float | None = None
+    """The inner learning rate of the next round."""
+    weights: dict[str, int] = field(default_factory=dict)
+    """The tokens of each contribution in the round, by peer id."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the record is of rounds that the node has discarded with its side of a split."""
+        return not self.digest
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedAmendment:
+    """An accepted amendment in a node's list."""
+
+    number: int
+    change: str
+    from_round: int
+    accepted_round: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedTable:
+    """The table of credit after a round, in a node's data folder."""
+
+    round: int
+    tokens: int
+    """Tokens of the swarm, from the same file."""
+    digest: str
+    """SHA-256 of the table."""
+    entries: dict[str, int]
+    """The tokens of each member, by peer id."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedMix:
+    """The weights of the text's sources in a node's checkpoint, which was written during the round after `round`."""
+
+    round: int
+    weights: tuple[float, ...]
+    rows: tuple[int, ...]
+    """Rows that the node has read from each source since it began to use these weights."""
+
+
+@dataclass(slots=True)
+class SteeringStep:
+    """An amendment that the storm has made, as a round has accepted it."""
+
+    name: str
+    number: int
+    change: str
+    from_round: int
+    accepted_round: int
+    node: str
+    """The node to which the command has sent it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSettings:
+    """The values of the run before and after its amendments."""
+
+    rates: tuple[float, float]
+    weights: tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(slots=True)
@@ -106,6 +181,10 @@ class NodeObservations:
     mismatches: int = 0
     """How often the node found that its state differed from the chain and downloaded the state again."""
     restarts: int = 0
+    amendments: list[ObservedAmendment] = field(default_factory=list)
+    """The newest list of accepted amendments."""
+    tables: list[ObservedTable] = field(default_factory=list)
+    mixes: list[ObservedMix] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -124,6 +203,11 @@ class StormObservations:
     ended_s: float = 0.0
     at_end: dict[str, StatusSample] = field(default_factory=dict)
     """The last status of each node that was alive at the end."""
+    late_joiner: str = ""
+    """The node that joined at the end of the storm."""
+    steering: list[SteeringStep] = field(default_factory=list)
+    expected: ExpectedSettings | None = None
+    """None if the storm does not steer its run."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
@@ -138,13 +222,20 @@ def load(path: Path) -> StormObservations:
         for one in raw.pop("lives")
     ]
     at_end = {name: StatusSample(**one) for name, one in raw.pop("at_end").items()}
-    return StormObservations(nodes=nodes, hurts=hurts, lives=lives, at_end=at_end, **raw)
+    steering = [SteeringStep(**one) for one in raw.pop("steering", ())]
+    if (values := raw.pop("expected", None)) is not None:
+        before, after = values["weights"]
+        raw["expected"] = ExpectedSettings(tuple(values["rates"]), (tuple(before), tuple(after)))
+    return StormObservations(nodes=nodes, hurts=hurts, lives=lives, at_end=at_end, steering=steering, **raw)
 
 
 def _node(raw: dict[str, Any]) -> NodeObservations:
     looks = [StatusSample(**one) for one in raw.pop("looks")]
     commits = [ObservedCommit(**one) for one in raw.pop("commits")]
-    return NodeObservations(looks=looks, commits=commits, **raw)
+    amendments = [ObservedAmendment(**one) for one in raw.pop("amendments", ())]
+    tables = [ObservedTable(**one) for one in raw.pop("tables", ())]
+    mixes = [ObservedMix(one["round"], tuple(one["weights"]), tuple(one["rows"])) for one in raw.pop("mixes", ())]
+    return NodeObservations(looks=looks, commits=commits, amendments=amendments, tables=tables, mixes=mixes, **raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +269,32 @@ class Pair:
     round: int
     committed: bool
     included: bool
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What was compared for one promise, and what was wrong. Without anything to compare, the promise is not kept."""
+
+    compared: int = 0
+    nodes: set[str] = field(default_factory=set)
+    """The nodes of which something was compared."""
+    wrong: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """What should have been compared, and could not be."""
+
+    @property
+    def holds(self) -> bool:
+        return self.compared > 0 and not self.wrong and not self.missing
+
+    def compare(self, node: str, what: str, seen: object, expected: object) -> None:
+        self.compared += 1
+        self.nodes.add(node)
+        if seen != expected:
+            self.wrong.append(f"{node}, {what}: {seen} in place of {expected}")
+
+    def require(self, nodes: Iterable[str], what: str) -> None:
+        """Note which of these nodes were not compared."""
+        self.missing += [f"{name} has no {what}" for name in nodes if name not in self.nodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +381,11 @@ class Judge:
         wanted = (one.head, one.digest)
         return next((c for c in commits if (c.head, c.digest) == wanted and c.at_s <= by_s), None)
 
+    def is_paused(self, round_: int) -> bool:
+        """Whether an amendment has paused the run in this round."""
+        first = {step.name: step.from_round for step in self.seen.steering}
+        return first.get("pause", math.inf) <= round_ < first.get("resume", math.inf)
+
     def forks(self) -> dict[int, set[str]]:
         """Rounds with more than one head among all nodes at all times."""
         heads: dict[int, set[str]] = {}
@@ -308,7 +430,9 @@ class Judge:
         quiet = [
             r.length_s
             for r in self.chain.values()
-            if r.number > 0 and not any(from_s < r.ended_s and to_s > r.began_s for from_s, to_s in away)
+            if r.number > 0
+            and not self.is_paused(r.number)
+            and not any(from_s < r.ended_s and to_s > r.began_s for from_s, to_s in away)
         ]
         return statistics.median(quiet) if quiet else math.nan
 
@@ -319,7 +443,7 @@ class Judge:
             if not hurt.kind.startswith(KILLS) or hurt.at_s < self.seen.began_s:
                 continue
             one = next((r for r in self.chain.values() if r.ended_s >= hurt.at_s + LOOK_S), None)
-            if one is None:
+            if one is None or self.is_paused(one.number):
                 continue
             survivors = [name for name in self.seen.nodes if name != hurt.node]
             commits = [
@@ -330,6 +454,155 @@ class Judge:
             ]
             if commits:
                 found.append((max(commits) - hurt.at_s, one.length_s))
+        return found
+
+    # steering
+
+    def first_round_of(self, name: str) -> int | None:
+        """The first round to which the amendment of this step applies; None if no round has accepted it."""
+        return next((step.from_round for step in self.seen.steering if step.name == name), None)
+
+    def amendments(self) -> Comparison:
+        """Whether the nodes have the list of amendments that the storm has made, or the beginning of it."""
+        found, steps = Comparison(), {step.name for step in self.seen.steering}
+        found.missing += [f"no round has accepted {name}" for name in STEPS if name not in steps]
+        expected = [(s.number, s.change, s.from_round, s.accepted_round) for s in self.seen.steering]
+        for name, node in self.seen.nodes.items():
+            listed = [(one.number, one.change, one.from_round, one.accepted_round) for one in node.amendments]
+            if listed or name in self.seen.at_end:
+                found.compare(
+                    name, "amendments", listed, expected if name in self.seen.at_end else expected[: len(listed)]
+                )
+        found.require(self.seen.at_end, "list of amendments")
+        return found
+
+    def rates(self) -> Comparison:
+        """Whether each committed round, replayed ones included, and each inner step has the learning rate of its round.
+
+        Only rounds with the amended rate count as compared.
+        """
+        found, first, expected = Comparison(), self.first_round_of("rate"), self.seen.expected
+        if first is None or expected is None:
+            return found
+        for name, node in self.seen.nodes.items():
+            values = [(c.round + 1, c.learning_rate, "record") for c in node.commits if not c.is_dropped]
+            values += [(k.round + 1, k.learning_rate, "inner step") for k in node.looks if k.learning_rate]
+            for round_, rate, what in values:
+                if round_ >= first:
+                    found.compare(name, f"{what} of round {round_}", rate, expected.rates[1])
+                elif rate != expected.rates[0]:
+                    found.wrong.append(f"{name}, {what} of round {round_}: {rate} before the amendment")
+        found.require(self.seen.at_end, f"record from round {first} on")
+        return found
+
+    def mixes(self) -> Comparison:
+        """Whether the nodes have mixed the sources by the weights of each round, as their checkpoints say.
+
+        Only checkpoints that were written under the amended weights count as compared.
+        """
+        found, first, expected = Comparison(), self.first_round_of("weights"), self.seen.expected
+        if first is None or expected is None:
+            return found
+        before, after = expected.weights
+        for name, node in self.seen.nodes.items():
+            for mix in node.mixes:
+                what = f"checkpoint in round {mix.round + 1}"
+                if mix.round + 1 < first:
+                    found.wrong += [f"{name}, {what}: {mix.weights} too early"] if mix.weights != before else []
+                    continue
+                found.compare(name, what, mix.weights, after)
+                shares = [weight * sum(mix.rows) / sum(after) for weight in after]
+                if any(abs(rows - share) > 1 for rows, share in zip(mix.rows, shares, strict=True)):
+                    found.wrong.append(f"{name}, {what}: it has read {mix.rows} rows of the sources")
+        found.require(self.seen.at_end, f"checkpoint from round {first} on")
+        return found
+
+    def adopted(self) -> int:
+        """Number of records with the amended learning rate of rounds to which the node has contributed nothing."""
+        first = self.first_round_of("rate")
+        commits = [c for node in self.seen.nodes.values() for c in node.commits]
+        return sum(first is not None and c.round + 1 >= first and c.outcome == "skipped" for c in commits)
+
+    def seen_mixes(self) -> tuple[int, int]:
+        """The contributions under the amended weights of which a checkpoint was seen, and all of them."""
+        first = self.first_round_of("weights")
+        given = {
+            (name, commit.round)
+            for name, node in self.seen.nodes.items()
+            for commit in node.commits
+            if first is not None and commit.round >= first and commit.weights.get(node.peer_id)
+        }
+        return len(given & {(name, m.round + 1) for name, node in self.seen.nodes.items() for m in node.mixes}), len(
+            given
+        )
+
+    def pause(self) -> Comparison:
+        """Whether the rounds of the pause have no contribution, and the run goes on after it."""
+        found, first, resumed = Comparison(), self.first_round_of("pause"), self.first_round_of("resume")
+        if first is None or resumed is None:
+            return found
+        before = self._commit_of(first - 1)
+        if before is None:
+            found.missing.append(f"no record of round {first - 1}, the last one before the pause")
+            return found
+        for name, node in self.seen.nodes.items():
+            for commit in node.commits:
+                if first <= commit.round < resumed and not commit.is_dropped:
+                    given = sum(commit.weights.values()), commit.tokens
+                    found.compare(name, f"(given, all tokens) of round {commit.round}", given, (0, before.tokens))
+        after = [self._commit_of(number) for number in self.chain if number >= resumed]
+        if not any(sum(one.weights.values()) for one in after if one is not None):
+            found.missing.append(f"no contribution from round {resumed} on")
+        return found
+
+    # credit
+
+    def _commit_of(self, round_: int) -> ObservedCommit | None:
+        """A record of this round of the chain."""
+        known = self.chain.get(round_)
+        commits = (c for node in self.seen.nodes.values() for c in node.commits)
+        return next((c for c in commits if known and c.round == round_ and c.head == known.head), None)
+
+    def tables(self) -> Comparison:
+        """Whether tables of credit after one round are equal, and their sums equal the tokens of the swarm.
+
+        Only tables after rounds of which another node has one, too, count as compared. Each node that is alive at the
+        end needs one, and the late joiner is one of these nodes.
+        """
+        found = Comparison()
+        digests: dict[int, Counter[str]] = {}
+        tokens = {number: one.tokens for number in self.chain if (one := self._commit_of(number)) is not None}
+        for node in self.seen.nodes.values():
+            for table in node.tables:
+                digests.setdefault(table.round, Counter())[table.digest] += 1
+        for name, node in self.seen.nodes.items():
+            for table in node.tables:
+                sums, what = (sum(table.entries.values()), table.tokens), f"table after round {table.round}"
+                if sums != (tokens.get(table.round),) * 2:
+                    found.wrong.append(f"{name}, {what}: sum and tokens are {sums}, not {tokens.get(table.round)}")
+                if digests[table.round].total() > 1:
+                    found.compare(name, what, table.digest[:12], digests[table.round].most_common(1)[0][0][:12])
+        found.require({*self.seen.at_end, self.seen.late_joiner or "the late joiner"}, "table to compare")
+        if self._came_s.get(self.seen.late_joiner, 0.0) < self.seen.calm_s - LATE_S:
+            found.missing.append(f"no node joined in the last {LATE_S:g} s")
+        return found
+
+    def lost_tokens(self) -> Comparison:
+        """Whether each table has exactly the tokens that the records of all rounds until then include."""
+        found, given = Comparison(), Counter[str]()
+        tables: dict[int, list[tuple[str, ObservedTable]]] = {}
+        for name, node in self.seen.nodes.items():
+            for table in node.tables:
+                tables.setdefault(table.round, []).append((name, table))
+        for number in range(max(tables, default=-1) + 1):
+            commit = self._commit_of(number)
+            if commit is None:
+                found.missing.append(f"no record of round {number}, so later tables cannot be counted again")
+                break
+            given.update(commit.weights)
+            for name, table in tables.get(number, ()):
+                lost = {m: given[m] - table.entries.get(m, 0) for m in {*given, *table.entries}}
+                found.compare(name, f"tokens lost in round {number}", {m: n for m, n in lost.items() if n}, {})
         return found
 
     def growths(self) -> list[Growth]:
@@ -363,6 +636,13 @@ def _chain(seen: StormObservations) -> dict[int, Round]:
         chain[number] = Round(number, head, digest, before_s, ended_s)
         before_s = ended_s
     return chain
+
+
+def shares_a_table(seen: StormObservations, name: str) -> bool:
+    """Whether the node and another one have tables of credit after the same round."""
+    own = {table.round for table in seen.nodes[name].tables} if name in seen.nodes else set()
+    others = [node for other, node in list(seen.nodes.items()) if other != name]
+    return any(table.round in own for node in others for table in list(node.tables))
 
 
 def _is_rubbish(hurt: ObservedFault) -> bool:

@@ -9,7 +9,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.swarm.storm_judge import LONG_LIFE_S, RETURN_S, Growth, Judge, Pair, StormObservations, middle, percentile
+from tests.swarm.storm_judge import (
+    LONG_LIFE_S,
+    RETURN_S,
+    Comparison,
+    Growth,
+    Judge,
+    Pair,
+    StormObservations,
+    middle,
+    percentile,
+)
 
 COMMITTED_RATIO = 0.98
 KILL_S = 10.0
@@ -18,6 +28,8 @@ GROWTH_RATIO = 0.05
 SPARE_HANDLES = 8
 """Open handles that a process may gain. Each peer has up to three connections, which come and go. If each fault leaked
 one handle, the gain in 20 minutes would be ten times this number."""
+SHOWN = 5
+"""Most lines of each kind that are printed for one promise. storm.json has all of them."""
 FAULTS_RATIO = 0.9
 """Smallest share of the planned faults that must have happened for the storm to count."""
 
@@ -38,7 +50,9 @@ def report(seen: StormObservations, folder: Path) -> int:
     pairs = judge.pairs()
     lines = [*promises(judge, pairs), *told(judge, pairs)]
     print(f"\n{as_text(lines)}\n\nFor the README:\n\n{as_markdown(lines, seen)}\n\n{nodes_table(judge, pairs)}")
-    for name, some in (("odd", seen.oddities), ("fork", _forks(judge))):
+    compared = comparisons(judge)
+    wrong = [f"{name}: {line}" for name, found in compared for line in (*found.wrong[:SHOWN], *found.missing[:SHOWN])]
+    for name, some in (("odd", seen.oddities), ("fork", _forks(judge)), ("wrong", wrong)):
         for line in some:
             print(f"{name}: {line}")
     content = {
@@ -53,6 +67,9 @@ def report(seen: StormObservations, folder: Path) -> int:
         "damaged": judge.damaged(),
         "forks": _forks(judge),
         "oddities": seen.oddities,
+        "late_joiner": seen.late_joiner,
+        "steering": [asdict(step) for step in seen.steering],
+        "compared": {name: asdict(found) | {"nodes": sorted(found.nodes)} for name, found in compared},
     }
     (folder / "storm.json").write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
     return 0 if all(line.passed for line in lines if line.passed is not None) else 1
@@ -87,7 +104,36 @@ def promises(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
              not seen.oddities),
         Line("faults", f"{faults} in {minutes:.1f} min, {60 * faults / minutes:.0f} an hour",
              f">= {FAULTS_RATIO * asked:.0f}", faults >= FAULTS_RATIO * asked),
+        *(_line(name, found) for name, found in comparisons(judge)),
+        *([Line("records with the amended learning rate of rounds that a node has replayed or skipped",
+                str(judge.adopted()), ">= 1", judge.adopted() > 0)] if seen.expected is not None else ()),
     ]  # fmt: skip
+
+
+def comparisons(judge: Judge) -> list[tuple[str, Comparison]]:
+    """What was compared of credit and, if the storm has steered its run, of amendments. Observations from before a
+    late node joined each storm have neither."""
+    seen, found = judge.seen, list[tuple[str, Comparison]]()
+    if seen.settings.get("late_join"):
+        found = [
+            ("tables of credit that differ, or whose sum is not the tokens of the swarm", judge.tables()),
+            ("tables of credit that lack tokens of the rounds' records", judge.lost_tokens()),
+        ]
+    if seen.expected is not None:
+        found += [
+            ("nodes whose list of amendments is not that of the storm", judge.amendments()),
+            ("records and inner steps without the amended learning rate, from its round on", judge.rates()),
+            ("checkpoints without the amended weights of the sources, from their round on", judge.mixes()),
+            ("records of paused rounds that have a contribution", judge.pause()),
+        ]
+    return found
+
+
+def _line(name: str, found: Comparison) -> Line:
+    figure = f"{len(found.wrong)} of {found.compared} on {len(found.nodes)} nodes"
+    if found.missing:
+        figure += f"; {found.missing[0]}" + (f", and {len(found.missing) - 1} more" if found.missing[1:] else "")
+    return Line(name, figure if found.compared or found.missing else "nothing to compare", "0", found.holds)
 
 
 def growth_lines(growths: Sequence[Growth]) -> list[Line]:
@@ -150,7 +196,20 @@ def told(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
         Line("damaged states: planned, seen in a record, fetched again",
              f"{planned}, {len(judge.damaged())}, {sum(node.mismatches for node in nodes)}"),
         Line("faults by kind", _counts(judge.faults())),
+        *_steering(judge),
         Line("failed attempts by reason, over all nodes", _counts(failures) or "none"),
+    ]  # fmt: skip
+
+
+def _steering(judge: Judge) -> list[Line]:
+    if judge.seen.expected is None:
+        return []
+    shown, given = judge.seen_mixes()
+    lines = [Line("contributions with amended weights of which a checkpoint was seen", f"{shown} of {given}")]
+    return lines + [
+        Line(f"amendment {step.number}, accepted by round {step.accepted_round}, sent to {step.node}",
+             f"{step.change}, from round {step.from_round}")
+        for step in judge.seen.steering
     ]  # fmt: skip
 
 
@@ -195,7 +254,11 @@ def as_text(lines: Sequence[Line]) -> str:
 def as_markdown(lines: Sequence[Line], seen: StormObservations) -> str:
     given = seen.settings
     words = f'`make storm ARGS="--nodes {given["nodes"]} --minutes {given["minutes"]:g} '
-    words += f'--fault-every {given["fault_every_s"]:g} --seed {given["seed"]}"`, {given["cores"]} cores'
+    words += f"--fault-every {given['fault_every_s']:g} --seed {given['seed']}"
+    for name, default in (("codec", "fp16"), ("result_codec", "auto"), ("feedback", "none")):
+        if given.get(name, default) != default:
+            words += f" --{name.replace('_', '-')} {given[name]}"
+    words += f'{" --steer" if seen.expected is not None else ""}"`, {given["cores"]} cores'
     rows = [words, "", "| figure | measured | promised |", "|---|---|---|"]
     return "\n".join([*rows, *(f"| {line.name} | {line.figure} | {line.promised} |" for line in lines)])
 

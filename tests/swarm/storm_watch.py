@@ -5,6 +5,7 @@ The watch runs on its own thread, so a blocking fault does not delay the measure
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import threading
@@ -17,12 +18,17 @@ from typing import Any
 import httpx
 import psutil
 
+from node.swarm.chain.certificate import CREDIT_FILE
+from node.training.checkpoint import META
 from tests.swarm.harness import CALM, MARK, Node
 from tests.swarm.storm_judge import (
     MEMBER_PHASES,
     NodeObservations,
+    ObservedAmendment,
     ObservedCommit,
     ObservedFault,
+    ObservedMix,
+    ObservedTable,
     ProcessSamples,
     StatusSample,
     StormObservations,
@@ -48,6 +54,8 @@ class Asked:
         self._known: set[tuple[str, str]] = set()
         """Heads and digests of records seen. A record whose digest was damaged appears again after its repair."""
         self._told: dict[str, float] = {}
+        self._files: dict[str, int] = {}
+        """The modification time of each file that was read, in nanoseconds."""
 
     @property
     def newest(self) -> StatusSample | None:
@@ -61,8 +69,19 @@ class Asked:
         before = self.newest
         self.seen.peer_id = status["node"]["peer_id"] or self.seen.peer_id
         self.invite = run["invite"] or self.invite
-        look = StatusSample(time.monotonic(), status["phase"], run["round"], run["head"], run["state_digest"])
+        training = status["training"]
+        look = StatusSample(
+            time.monotonic(),
+            status["phase"],
+            run["round"],
+            run["head"],
+            run["state_digest"],
+            run["is_paused"],
+            training["learning_rate"] if training["inner_step"] and status["phase"] == "training" else 0.0,
+        )
         self.seen.looks.append(look)
+        if run["amendments"] > len(self.seen.amendments):
+            self._look_at_amendments()
         if before is None or (before.head, before.phase) != (look.head, look.phase):
             self._look_at_rounds(limit=30)
         if look.phase in MEMBER_PHASES:
@@ -86,8 +105,36 @@ class Asked:
                     digest=record["state_digest"],
                     outcome=record["outcome"],
                     included=mine == [True],
+                    tokens=record["swarm_tokens"],
+                    learning_rate=record["learning_rate"],
+                    weights={m["peer_id"]: m["weight"] for m in record["members"] if m["included"]},
                 )
             )
+
+    def _look_at_amendments(self) -> None:
+        listed = self._get("/api/v1/amendments")
+        if listed is None:
+            return
+        self.seen.amendments = [
+            ObservedAmendment(one["number"], one["change"], one["from_round"], one["accepted_round"])
+            for one in listed["amendments"]
+            if one["accepted_round"] is not None
+        ]
+
+    def look_at_files(self) -> None:
+        """Read the table of credit and the checkpoints that are new in the node's folder."""
+        for path in (self.node.folder / CREDIT_FILE, *self.node.checkpoints()):
+            is_table = path.name == CREDIT_FILE
+            with suppress(OSError, ValueError, KeyError):  # The node may remove a file at any time.
+                file = path if is_table else path / META
+                version = file.stat().st_mtime_ns
+                if self._files.get(path.name) == version:
+                    continue
+                if is_table:
+                    self.seen.tables.append(read_table(json.loads(file.read_bytes())))
+                elif (mix := read_mix(json.loads(file.read_bytes())["body"])) is not None:
+                    self.seen.mixes.append(mix)
+                self._files[path.name] = version
 
     def count(self) -> None:
         """Add the node's counters, if the node has read its checkpoint since its start."""
@@ -148,6 +195,23 @@ class Asked:
         self._client = None
 
 
+def read_table(record: dict[str, Any]) -> ObservedTable:
+    """The table in a `CreditRecord`."""
+    lines, evidence = record["table"], record["evidence"]
+    text = json.dumps(lines, sort_keys=True, separators=(",", ":"))
+    entries = {line["member"]: line["tokens"] for line in lines}
+    return ObservedTable(evidence["round"], evidence["tokens"], hashlib.sha256(text.encode()).hexdigest(), entries)
+
+
+def read_mix(meta: dict[str, Any]) -> ObservedMix | None:
+    """The weights in a checkpoint; None if no inner step of the newest round has used any."""
+    text = meta["text"]
+    if not meta["inner_step"] or "weights" not in text:
+        return None
+    rows = tuple(taken - before for taken, before in zip(text["taken"], text["taken_before"], strict=True))
+    return ObservedMix(meta["round"], tuple(text["weights"]), rows)
+
+
 class Watch:
     """Fills a `StormObservations`. `nodes` returns all nodes that have not left for good."""
 
@@ -185,8 +249,16 @@ class Watch:
     def invite(self, name: str) -> str:
         return self._asked[name].invite if name in self._asked else ""
 
+    def run_is_paused(self) -> bool:
+        """Whether any node reports that an amendment has paused the run."""
+        return any(look.is_paused for asked in list(self._asked.values()) if (look := asked.newest) is not None)
+
+    def amendments(self) -> list[ObservedAmendment]:
+        """The longest list of accepted amendments of any node."""
+        return max((asked.seen.amendments for asked in list(self._asked.values())), key=len, default=[])
+
     def swarm_round(self) -> int:
-        return max((look.round for asked in self._asked.values() if (look := asked.newest)), default=-1)
+        return max((look.round for asked in list(self._asked.values()) if (look := asked.newest)), default=-1)
 
     def _run(self) -> None:
         counted_s = 0.0
@@ -195,6 +267,7 @@ class Watch:
             nodes = self._nodes()
             for node in nodes:
                 self._of(node).look()
+                self._of(node).look_at_files()
             if began_s - counted_s >= COUNT_S:
                 counted_s = began_s
                 for node in nodes:

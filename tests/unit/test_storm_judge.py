@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,22 +13,35 @@ from node.swarm.faults import parse_faults
 from tests.swarm.storm import ARMS
 from tests.swarm.storm_judge import (
     RETURN_S,
+    ExpectedSettings,
     Judge,
     NodeObservations,
+    ObservedAmendment,
     ObservedCommit,
     ObservedFault,
+    ObservedMix,
+    ObservedTable,
     ProcessSamples,
     StatusSample,
+    SteeringStep,
     StormObservations,
     grown,
     load,
     percentile,
+    shares_a_table,
 )
-from tests.swarm.storm_report import growth_lines, promises, report
+from tests.swarm.storm_report import comparisons, growth_lines, promises, report
 
 LENGTH_S = 10.0
 ROUNDS = 12
 NAMES = ("a", "b", "c", "d")
+EXPECTED = ExpectedSettings(rates=(0.2, 0.1), weights=((1.0, 1.0), (1.0, 3.0)))
+STEERING = (
+    SteeringStep("rate", 1, "inner.lr = 0.1", 3, 2, "a"),
+    SteeringStep("weights", 2, "data.weights = [1.0, 3.0]", 4, 3, "a"),
+    SteeringStep("pause", 3, "pause", 6, 5, "a"),
+    SteeringStep("resume", 4, "resume", 8, 6, "a"),
+)
 
 
 def calm_storm() -> StormObservations:
@@ -35,7 +49,7 @@ def calm_storm() -> StormObservations:
     seen = StormObservations({"nodes": 4, "minutes": 80 / 60, "fault_every_s": 80.0, "seed": 1, "cores": 2})
     seen.began_s, seen.calm_s, seen.ended_s = 20.0, 100.0, 120.0
     for name in NAMES:
-        node = NodeObservations(name, rounds_joined=10, rounds_attempted=10, failures={"timeout": 2})
+        node = NodeObservations(name, name, rounds_joined=10, rounds_attempted=10, failures={"timeout": 2})
         node.looks = [
             StatusSample(float(t), "training", t // 10 - 1, f"h{t // 10 - 1}", f"d{t // 10 - 1}") for t in range(121)
         ]
@@ -45,6 +59,46 @@ def calm_storm() -> StormObservations:
         seen.nodes[name] = node
         seen.hurts.append(ObservedFault(name, "start", 0.0, 0.0))
         seen.at_end[name] = node.looks[-1]
+    return seen
+
+
+def steered_storm() -> StormObservations:
+    """The calm storm with amendments: rounds 3, 4, 6 and 8 are the first ones with a new rate, new weights, a pause and
+    its end. Each node gives 5 tokens a round, but not in rounds 6 and 7. Node `e` joins in the last minute."""
+    seen = calm_storm()
+    seen.expected, seen.steering, seen.late_joiner = EXPECTED, [replace(step) for step in STEERING], "e"
+    seen.settings["late_join"] = True
+    given = [0 if r in (6, 7) else 5 for r in range(ROUNDS)]
+    source = seen.nodes["a"]
+    seen.nodes["e"] = NodeObservations(
+        "e",
+        "e",
+        looks=[look for look in source.looks if look.at_s >= 62],
+        commits=[replace(c, outcome="skipped", included=False) for c in source.commits if c.at_s >= 60],
+    )
+    seen.hurts.append(ObservedFault("e", "start", 0.0, 62.0))
+    seen.at_end["e"] = seen.nodes["e"].looks[-1]
+    for node in seen.nodes.values():
+        node.looks = [replace(k, learning_rate=0.1 if k.round + 1 >= 3 else 0.2) for k in node.looks]
+        node.commits = [
+            replace(
+                c,
+                tokens=4 * sum(given[: c.round + 1]),
+                learning_rate=0.1 if c.round + 1 >= 3 else 0.2,
+                weights=dict.fromkeys(NAMES, given[c.round]),
+            )
+            for c in node.commits
+        ]
+        node.amendments = [ObservedAmendment(s.number, s.change, s.from_round, s.accepted_round) for s in STEERING]
+        rounds = [c.round for c in node.commits]
+        node.tables = [
+            ObservedTable(r, 4 * sum(given[: r + 1]), f"t{r}", dict.fromkeys(NAMES, sum(given[: r + 1])))
+            for r in rounds
+        ]
+        node.mixes = [
+            ObservedMix(r, (1.0, 3.0), (5 * r, 15 * r)) if r >= 3 else ObservedMix(r, (1.0, 1.0), (r, r))
+            for r in rounds
+        ]
     return seen
 
 
@@ -191,6 +245,241 @@ def test_members_before_their_start_and_after_they_left_do_not_count_as_absent()
     assert judge.usual_s() == LENGTH_S
     assert not any(down.late for down in judge.downs)
     assert {pair.round for pair in judge.pairs() if pair.node == "d"} == {2}
+
+
+def test_steered_storm_keeps_every_promise(tmp_path: Path) -> None:
+    seen = steered_storm()
+    judge = Judge(seen)
+    assert len(comparisons(judge)) == 6
+    for name, found in comparisons(judge):
+        assert found.holds, (name, found)
+        assert found.nodes == {"a", "b", "c", "d", "e"}
+    assert judge.usual_s() == LENGTH_S
+    assert judge.adopted() == 7, "all rounds of the late node"
+    assert judge.seen_mixes() == (4 * 6, 4 * 6), "rounds 4, 5 and 8 to 11"
+    seen.hurts.append(ObservedFault("d", "kill p2pd", 36.0, 36.0))
+    seen.save(tmp_path / "seen.json")
+    again = load(tmp_path / "seen.json")
+    assert again == seen
+    assert report(again, tmp_path) == 0
+
+
+def nothing_adopted(seen: StormObservations) -> None:
+    for node in seen.nodes.values():
+        node.commits = [replace(c, outcome="complete") for c in node.commits]
+
+
+def wrong_rate(seen: StormObservations) -> None:
+    commits = seen.nodes["e"].commits
+    commits[2] = replace(commits[2], learning_rate=0.2)
+
+
+def wrong_step(seen: StormObservations) -> None:
+    looks = seen.nodes["b"].looks
+    looks[75] = replace(looks[75], learning_rate=0.2)
+
+
+def early_rate(seen: StormObservations) -> None:
+    commits = seen.nodes["b"].commits
+    commits[1] = replace(commits[1], learning_rate=0.1)
+
+
+def late_rate(seen: StormObservations) -> None:
+    """The rate of round 3 is in the record of round 2."""
+    commits = seen.nodes["b"].commits
+    commits[2] = replace(commits[2], learning_rate=0.2)
+
+
+def unknown_rate(seen: StormObservations) -> None:
+    commits = seen.nodes["b"].commits
+    commits[9] = replace(commits[9], learning_rate=None)
+
+
+def no_records(seen: StormObservations) -> None:
+    seen.nodes["e"].commits, seen.nodes["e"].looks = [], []
+
+
+def old_weights(seen: StormObservations) -> None:
+    seen.nodes["c"].mixes[3] = ObservedMix(3, (1.0, 1.0), (3, 3))
+
+
+def early_weights(seen: StormObservations) -> None:
+    seen.nodes["c"].mixes[2] = ObservedMix(2, (1.0, 3.0), (1, 3))
+
+
+def other_rows(seen: StormObservations) -> None:
+    seen.nodes["c"].mixes[8] = ObservedMix(8, (1.0, 3.0), (50, 50))
+
+
+def no_checkpoints(seen: StormObservations) -> None:
+    seen.nodes["e"].mixes = []
+
+
+def work_in_the_pause(seen: StormObservations) -> None:
+    commits = seen.nodes["d"].commits
+    commits[6] = replace(commits[6], weights={"a": 1})
+
+
+def tokens_in_the_pause(seen: StormObservations) -> None:
+    commits = seen.nodes["d"].commits
+    commits[7] = replace(commits[7], tokens=commits[7].tokens + 1)
+
+
+def no_paused_round(seen: StormObservations) -> None:
+    seen.steering[3].from_round = 6
+
+
+def no_work_after_the_pause(seen: StormObservations) -> None:
+    for node in seen.nodes.values():
+        node.commits = [replace(c, weights={}) if c.round >= 8 else c for c in node.commits]
+
+
+def missing_resume(seen: StormObservations) -> None:
+    del seen.steering[3]
+
+
+def other_list(seen: StormObservations) -> None:
+    del seen.nodes["e"].amendments[3]
+
+
+def other_round(seen: StormObservations) -> None:
+    one = seen.nodes["b"].amendments[0]
+    seen.nodes["b"].amendments[0] = replace(one, from_round=one.from_round + 1)
+
+
+def nothing_amended(seen: StormObservations) -> None:
+    seen.steering.clear()
+
+
+@pytest.mark.parametrize(
+    ("violate", "promise"),
+    [
+        (wrong_rate, "without the amended learning rate"),
+        (nothing_adopted, "that a node has replayed"),
+        (wrong_step, "without the amended learning rate"),
+        (early_rate, "without the amended learning rate"),
+        (late_rate, "without the amended learning rate"),
+        (unknown_rate, "without the amended learning rate"),
+        (no_records, "without the amended learning rate"),
+        (old_weights, "weights of the sources"),
+        (early_weights, "weights of the sources"),
+        (other_rows, "weights of the sources"),
+        (no_checkpoints, "weights of the sources"),
+        (work_in_the_pause, "paused rounds"),
+        (tokens_in_the_pause, "paused rounds"),
+        (no_paused_round, "paused rounds"),
+        (no_work_after_the_pause, "paused rounds"),
+        (missing_resume, "list of amendments"),
+        (other_list, "list of amendments"),
+        (other_round, "list of amendments"),
+        *(
+            (nothing_amended, name)
+            for name in (
+                "without the amended learning rate",
+                "replayed",
+                "weights of the",
+                "paused rounds",
+                "list of amendments",
+            )
+        ),
+    ],
+)
+def test_steered_storm_fails_if_amended_settings_are_not_used_or_not_seen(
+    violate: Callable[[StormObservations], None], promise: str
+) -> None:
+    seen = steered_storm()
+    violate(seen)
+    judge = Judge(seen)
+    (line,) = [line for line in promises(judge, judge.pairs()) if promise in line.name]
+    assert line.passed is False
+
+
+def other_table(seen: StormObservations) -> None:
+    seen.nodes["e"].tables[-1] = replace(seen.nodes["e"].tables[-1], digest="another")
+
+
+def other_sum(seen: StormObservations) -> None:
+    for node in seen.nodes.values():
+        table = node.tables[-1]
+        node.tables[-1] = replace(table, entries={**table.entries, "a": table.entries["a"] - 1})
+
+
+def other_tokens(seen: StormObservations) -> None:
+    seen.nodes["c"].tables[4] = replace(seen.nodes["c"].tables[4], tokens=1)
+
+
+def no_common_round(seen: StormObservations) -> None:
+    seen.nodes["e"].tables = []
+
+
+def early_joiner(seen: StormObservations) -> None:
+    seen.late_joiner = "a"
+
+
+def no_late_joiner(seen: StormObservations) -> None:
+    seen.late_joiner = ""
+
+
+def no_tables(seen: StormObservations) -> None:
+    for node in seen.nodes.values():
+        node.tables = []
+
+
+@pytest.mark.parametrize(
+    "violate",
+    [other_table, other_sum, other_tokens, no_common_round, early_joiner, no_late_joiner, no_tables],
+)
+def test_storm_fails_if_tables_of_credit_differ_or_cannot_be_compared(
+    violate: Callable[[StormObservations], None],
+) -> None:
+    seen = steered_storm()
+    violate(seen)
+    judge = Judge(seen)
+    (line,) = [line for line in promises(judge, judge.pairs()) if "tables of credit that differ" in line.name]
+    assert line.passed is False
+
+
+def lost_in_all_tables(seen: StormObservations) -> None:
+    """One round's record includes more than the tables and the tokens of the swarm."""
+    for node in seen.nodes.values():
+        node.commits = [replace(c, weights={**c.weights, "a": 6}) if c.round == 5 else c for c in node.commits]
+
+
+def moved_to_another_member(seen: StormObservations) -> None:
+    table = seen.nodes["b"].tables[8]
+    entries = {**table.entries, "a": table.entries["a"] + 1, "c": table.entries["c"] - 1}
+    seen.nodes["b"].tables[8] = replace(table, entries=entries)
+
+
+def missing_round(seen: StormObservations) -> None:
+    for node in seen.nodes.values():
+        node.commits = [c for c in node.commits if c.round != 1]
+
+
+@pytest.mark.parametrize("violate", [lost_in_all_tables, moved_to_another_member, missing_round, no_tables])
+def test_storm_fails_if_tokens_of_the_records_are_not_in_the_tables(
+    violate: Callable[[StormObservations], None],
+) -> None:
+    seen = steered_storm()
+    violate(seen)
+    judge = Judge(seen)
+    (line,) = [line for line in promises(judge, judge.pairs()) if "lack tokens" in line.name]
+    assert line.passed is False
+
+
+def test_kill_in_a_paused_round_is_not_timed() -> None:
+    seen = steered_storm()
+    seen.hurts += [ObservedFault("d", "kill worker", at_s, at_s) for at_s in (65.0, 93.0)]
+    assert len(Judge(seen).kills()) == 1
+    seen.steering.clear()
+    assert len(Judge(seen).kills()) == 2
+
+
+def test_node_without_a_table_after_a_round_of_another_node_is_waited_for() -> None:
+    seen = steered_storm()
+    assert shares_a_table(seen, "e")
+    seen.nodes["e"].tables = [ObservedTable(99, 0, "t", {})]
+    assert not shares_a_table(seen, "e") and not shares_a_table(seen, "nobody")
 
 
 def test_percentile_is_an_observed_value_or_nan_if_there_are_no_values() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from node.config.manifest import Schedule as LearningRateSchedule
+
 WORKERS = 8
 INNER_STEPS = 30
 STEPS = 960
@@ -38,6 +40,8 @@ class Arm:
     inner: str = "adamw"
     """The inner optimizer: `adamw` or `muon`."""
     inner_lr: float = 2e-3
+    inner_schedule: LearningRateSchedule = "cosine"
+    """The inner learning-rate schedule, as in `run.inner.schedule`, without warm-up."""
     adam: str = "local"
     """`synced` averages the state of the inner optimizer over all workers after each round."""
 

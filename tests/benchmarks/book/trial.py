@@ -141,7 +141,14 @@ class Trial:
         return self.result
 
     def _lr(self, step: int, steps: int) -> float:
-        return learning_rate(step, peak=self.arm.inner_lr, warmup_tokens=0, total_tokens=steps, min_ratio=0.1)
+        return learning_rate(
+            step,
+            peak=self.arm.inner_lr,
+            warmup_tokens=0,
+            total_tokens=steps,
+            min_ratio=0.1,
+            schedule=self.arm.inner_schedule,
+        )
 
     def _loss(self) -> float:
         """The anchor's held-out loss; infinite if it is not a number."""
