@@ -122,7 +122,7 @@ def test_dead_daemon_is_offline_and_the_page_says_what_it_did_last(village: Scen
     tab.mark("state").filter(has_text="Training").wait_for()
     village.end()
     tab.mark("state").filter(has_text="Offline").wait_for()
-    assert re.fullmatch(r"Last seen training \d+\Ws ago\.", tab.mark("reason").inner_text())
+    assert re.fullmatch(r"Last state: Training, \d+\Ws ago\.", tab.mark("reason").inner_text())
     assert tab.page.title().startswith("Offline")
     assert re.search(r"Showing data from \d+\Ws ago\.", tab.mark("stale").inner_text())
     assert tab.serious() == []

@@ -2,8 +2,9 @@
 
     python -m tests.browser.tour        pictures of each view at 360 and 1,280 pixels, in tests/browser/results
 
-The node is the one of `scene`: it has trained for hours, one peer left and another fell silent. The pictures also show it
-alone, paused, as a relay, in an error, and after its daemon was killed.
+Four real nodes train the built-in run for some minutes. One of them leaves and one is killed. The pictures show the page of
+the founder: each view, then paused, alone, with a worker that crashes, and after the daemon was killed. They also show the
+public page.
 
 1. What am I training?                          6. Did my work count while I slept?
 2. How far is it?                               7. What does the model say?
@@ -15,79 +16,100 @@ alone, paused, as a relay, in an error, and after its daemon was killed.
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
-from node.api.examples import PUBLIC_RUN
-from node.api.public_page import STYLE, render
-from node.status import Phase
-from tests.browser.harness import ARGUMENTS, CHROMIUM, NARROW, RESULTS, VIEWS, WIDE, missing
-from tests.browser.scene import Scene, peer, scene
+from tests.browser.harness import ARGUMENTS, CHROMIUM, NARROW, RESULTS, VIEWS, WIDE, Dashboard, missing
+from tests.swarm.harness import START_S, Node, Swarm, tiny
 
-SETTLE_MS = 1500
-"""Time for charts and transitions before a picture is taken."""
+RUN = tiny(
+    name="village",
+    purpose="To see how far the laptops of one street get.\nEverything that comes out of it belongs to everybody.",
+    total_tokens=20_000_000,
+    model={"hidden_size": 64, "intermediate_size": 192},
+    round={"policy": "time", "inner_steps": 100, "min_peers": 1},
+    evaluation={"batches": 4, "every_rounds": 4},
+    sample={"prompts": ["def open_file("], "every_rounds": 8},
+)
+ROUNDS = 24
+SETTLE_MS = 2500
+"""Time for data, charts and transitions before a picture is taken."""
+GONE_S = 25.0
+"""Time until a killed member counts as gone, and the node has had a round without it."""
+CRASHES = 4
+CRASH_S = 3.0
 
 
-def take_pictures(browser: Browser) -> None:
-    """Save all pictures. Each window has its own node."""
-    for size in (NARROW, WIDE):
-        with tempfile.TemporaryDirectory() as name, scene(Path(name)) as village:
-            village.depart("cellar", ago_s=1800, says_goodbye=True)
-            village.depart("garage", ago_s=600, says_goodbye=False)
-            village.ahead_s = 0
-            village.show(swarm=(*village.report.swarm, peer("barn")))
+class Tour:
+    """The founder's page in a phone's window and in a desktop's."""
+
+    def __init__(self, browser: Browser, node: Node) -> None:
+        self.node, self.tabs = node, []
+        for size in (NARROW, WIDE):
             context = browser.new_context(viewport=size, color_scheme="light")
             context.set_default_timeout(30_000)
-            take_tour(village, context, str(size["width"]))
-            shoot_public_page(context, Path(name), str(size["width"]))
-            context.close()
+            self.tabs.append((size["width"], Dashboard(context, node).open()))
+
+    def shoot(self, name: str, view: str = "Overview") -> None:
+        for _, tab in self.tabs:
+            tab.view(view)
+        for width, tab in self.tabs:
+            tab.page.wait_for_timeout(SETTLE_MS)
+            print(tab.shoot(f"tour-{width}-{name}"), flush=True)
+
+    def shoot_public_page(self) -> None:
+        for width, tab in self.tabs:
+            page = tab.page.context.new_page()
+            page.goto(f"{tab.url}/public/")
+            file = RESULTS / f"tour-{width}-public.png"
+            page.screenshot(path=file, full_page=True)
+            page.close()
+            print(file, flush=True)
 
 
-def take_tour(village: Scene, context: BrowserContext, width: str) -> None:
-    tab = village.open(context)
-
-    def shoot(name: str) -> None:
-        tab.page.wait_for_timeout(SETTLE_MS)
-        print(tab.shoot(f"tour-{width}-{name}"))
-
+def take_pictures(browser: Browser, swarm: Swarm) -> None:
+    founder = swarm.found("--api.public", "true")
+    others = swarm.join("attic", "garage", "cellar")
+    founder.until_training(3 * START_S)
+    attic, garage, cellar = others
+    founder.until_round(ROUNDS, 20 * START_S)
+    cellar.stop()
+    garage.end_by_force()
+    time.sleep(GONE_S)
+    tour = Tour(browser, founder)
     for view in VIEWS:
-        tab.view(view)
-        shoot(view.lower())
-    tab.view("Overview")
-    for phase, code, reason in STATES:
-        village.enter(phase, code, reason, ago_s=600)
-        tab.until_phase(phase.value)
-        shoot(code)
-    village.end()
-    tab.until_stale(True)
-    shoot("killed")
-
-
-def shoot_public_page(context: BrowserContext, folder: Path, width: str) -> None:
-    for name, text in {"public.css": STYLE, "index.html": render(PUBLIC_RUN)}.items():
-        (folder / name).write_text(text)
-    page = context.new_page()
-    page.goto((folder / "index.html").as_uri())
-    file = RESULTS / f"tour-{width}-public.png"
-    page.screenshot(path=file, full_page=True)
-    print(file)
-
-
-STATES = (
-    (Phase.PAUSED, "paused", "Paused by the owner."),
-    (Phase.CONNECTING, "alone", "No peer answers. Trying again every 15 s."),
-    (Phase.ERROR, "crashed", "The worker ended three times in a row. See the logs."),
-)
+        tour.shoot(view.lower(), view)
+    tour.shoot_public_page()
+    founder.act("pause")
+    founder.until(lambda s: s["phase"] == "paused", START_S)
+    tour.shoot("paused")
+    founder.act("resume")
+    founder.until_training()
+    attic.stop()
+    time.sleep(GONE_S)
+    tour.shoot("alone")
+    for _ in range(CRASHES):
+        founder.find("worker").kill()
+        time.sleep(CRASH_S)
+        if founder.status()["phase"] == "error":
+            break
+        founder.until(lambda s: s["phase"] in ("training", "error"), START_S)
+    tour.shoot("crashed")
+    founder.find("supervisor").kill()
+    time.sleep(CRASH_S)
+    tour.shoot("killed")
 
 
 def main() -> int:
     if lacks := missing():
-        print(f"No pictures: {lacks}")
+        print(f"No pictures: {lacks}.")
         return 3
-    with sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
-        take_pictures(browser)
+        with Swarm(Path(folder), RUN) as swarm:
+            take_pictures(browser, swarm)
         browser.close()
     return 0
 

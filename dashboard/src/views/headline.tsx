@@ -9,7 +9,7 @@ import { Menu } from "../components/menu";
 import { Term } from "../components/term";
 import { Ago, Prose } from "../components/text";
 import { brief, decimals, duration, moment, percent, soon, tokensPerSecond, tomorrowAt } from "../format/format";
-import { clean } from "../format/sanitize";
+import { clean, cleanName } from "../format/sanitize";
 import { availableActions, isRelay, reason, restartCommand } from "../format/status-text";
 import { ageS, now as clock, stale, state, word } from "../state/store";
 
@@ -26,9 +26,9 @@ export function Headline({ status }: { status: Status }) {
             {word.value}
           </h1>
           <p class="reason" data-testid="reason">
-            {gone ? `Last seen ${state.value.word.toLowerCase()} ${brief(ageS.value)} ago.` : <Prose text={reason(status, clock.value)} />}
+            {gone ? `Last state: ${state.value.word}, ${brief(ageS.value)} ago.` : <Prose text={reason(status, clock.value)} />}
           </p>
-          {!gone && <p class="meaning">{state.value.meaning}</p>}
+          {!gone && <p class="meaning">{meaning(status)}</p>}
           <RestartHint status={status} />
           <p class="since">
             <span>
@@ -58,6 +58,11 @@ export function Headline({ status }: { status: Status }) {
       {!isRelay(status) && <Progress status={status} />}
     </>
   );
+}
+
+/** What the state means, with the name of the run. */
+function meaning({ phase, run }: Status): string {
+  return phase === "training" && run.name ? `This machine trains the language model of the run ${cleanName(run.name, 64)}.` : state.value.meaning;
 }
 
 /** How to start a node that has ended. */
@@ -205,7 +210,7 @@ function LeaveConfirmation({ canDrain, close, run }: { canDrain: boolean; close(
       aria-labelledby="leave-question"
       onKeyDown={(event) => event.key === "Escape" && close()}
     >
-      <p id="leave-question">Save the work, leave the swarm, and stop this node?</p>
+      <p id="leave-question">Save the work, leave the swarm, and stop this node? Your credit stays, and you can start it again.</p>
       <button type="button" class="button" ref={stay} onClick={close}>
         Stay
       </button>

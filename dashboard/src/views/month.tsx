@@ -14,14 +14,14 @@ export function Month({ month, relay }: { month: MonthUsage; relay: boolean }) {
   return (
     <Section title="This month" id="month">
       <dl class="ledger">
+        <Fact label="Traffic" note={limit ? `${percent(traffic / limit)} of ${bytes(limit)}` : "sent and received"}>
+          {bytes(traffic)}
+        </Fact>
         {!relay && (
           <Fact label="Electricity" note={energySource(month)}>
             {joules > 0 ? energy(joules) : NONE}
           </Fact>
         )}
-        <Fact label="Traffic" note={limit ? `${percent(traffic / limit)} of ${bytes(limit)}` : "sent and received"}>
-          {bytes(traffic)}
-        </Fact>
       </dl>
       {limit > 0 && (
         <>
@@ -37,7 +37,7 @@ export function Month({ month, relay }: { month: MonthUsage; relay: boolean }) {
           </div>
           <p class="quiet">
             {traffic < limit
-              ? `At ${bytes(limit)} the node leaves the swarm until the next month.`
+              ? `At ${bytes(limit)} of traffic the node leaves the swarm until the next month.`
               : `The limit is reached. The next month begins ${ends === null ? "later" : soon(ends, now.value)}.`}
           </p>
         </>

@@ -65,7 +65,7 @@ function ContributionSection({ status }: { status: Status }) {
         <Fact label="Tokens" note={tokensNote(contribution)}>
           {count(contribution.tokens_total)}
         </Fact>
-        <Fact label="Rounds" note={share === null ? "none with others yet" : `${percent(share)} of ${count(contribution.rounds_attempted)}`}>
+        <Fact label="Rounds" note={share === null ? "none with others yet" : `merged in ${percent(share)} of ${count(contribution.rounds_attempted)}`}>
           {count(contribution.rounds_joined)}
         </Fact>
         <Fact label="Compute time">{hours(contribution.training_s)}</Fact>
@@ -119,7 +119,7 @@ function RelaySection({ status }: { status: Status }) {
 }
 
 function tokensNote({ tokens_merged: merged, tokens_discarded: discarded }: Status["contribution"]): string {
-  const parts = [merged != null && `${count(merged)} merged`, discarded && `${count(discarded)} discarded`];
+  const parts = [merged != null && `${count(merged)} merged into the model`, discarded && `${count(discarded)} discarded`];
   return parts.filter(Boolean).join(", ");
 }
 
@@ -174,7 +174,8 @@ function Invite({ text }: { text: string }) {
   };
   return (
     <details class="invite">
-      <summary>Invite</summary>
+      <summary>Invite others</summary>
+      <p class="quiet">Send this text. Whoever has it joins with: diloco-node run --join INVITE</p>
       <p class="together">
         <code tabIndex={0}>{text}</code>
         <button type="button" class="button" onClick={copy}>

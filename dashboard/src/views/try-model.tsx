@@ -73,7 +73,7 @@ function Text({ prompt, text, round }: { prompt: string; text: string; round: nu
         <b>{clean(prompt)}</b>
         {clean(text)}
       </pre>
-      <figcaption class="quiet">The model wrote this after round {round}. Nobody has checked it.</figcaption>
+      <figcaption class="quiet">The bold text was given. The model wrote the rest after round {round}. Nobody has checked it.</figcaption>
     </figure>
   );
 }
