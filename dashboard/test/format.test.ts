@@ -92,6 +92,6 @@ test("the time left has one unit and a date", () => {
   expect(timeLeft(null, now)).toBe("The time left is known after some rounds.");
 });
 
-test.each([[0, "0 Wh"], [1_260_000, "350 Wh"], [4_464_000, "1.24 kWh"], [3.6e9, "1.00 MWh"], [null, "–"]])("energy(%s)", (joules, text) => {
+test.each([[0, "0 Wh"], [900, "under 1 Wh"], [1_260_000, "350 Wh"], [4_464_000, "1.24 kWh"], [3.6e9, "1.00 MWh"], [null, "–"]])("energy(%s)", (joules, text) => {
   expect(plain(energy(joules))).toBe(text);
 });

@@ -39,7 +39,7 @@ from node.host import gpu_power, ports
 from node.host.cgroup import memory_limit
 from node.host.logs import set_level
 from node.host.memory import worker_lack
-from node.status import Counters, Outcome, Phase, PhaseState, Status, rfc3339, utc_now
+from node.status import Counters, Notice, Outcome, Phase, PhaseState, Status, rfc3339, utc_now
 from node.worker_protocol import (
     Adjust,
     DurationReport,
@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 Mode = Literal["train", "relay"]
 DesiredState = Literal["run", "pause", "drain", "leave", "error", "stopped"]
 
+CRASHED = "worker_crashed"
 RUN_COMPLETE = "run_complete"
 STAYS_STOPPED = "The node stopped as asked: `resume` starts it again."
 CANNOT_WORK = (2, 3)
@@ -178,7 +179,7 @@ class Supervisor:
 
     def _act_resume(self) -> Phase:
         if self._desired != "run":
-            self._crashes = 0
+            self._forget_crashes()
         self._pause_policy.resume()
         self._apply_pause_policy()
         if self._desired in ("error", "stopped"):
@@ -368,6 +369,8 @@ class Supervisor:
                 self.metrics.update(report)
                 self._state.apply_report(report, last_round)
                 self._month.add_report(report)
+                if self._worker.lived_s > self._timings.healthy_s:
+                    self._forget_crashes()
                 if self._desired == "run" and not self._worker.was_asked:
                     self._state.set_phase(None)
             case RoundReport(record=record):
@@ -393,23 +396,32 @@ class Supervisor:
         """Back off before the next worker; after too many crashes, wait for the owner."""
         timings = self._timings
         if self._worker.lived_s > timings.healthy_s:
-            self._crashes = 0
+            self._forget_crashes()
         self._crashes += 1
         self.metrics.worker_crashed()
         cause = exit_.describe()
         logger.error("The worker crashed: %s", cause)
         if self._desired in ("drain", "leave"):
             return
+        often = f" {self._crashes} times in a row" if self._crashes > 1 else ""
         if self._crashes > len(timings.backoff_s):
-            often = f" {self._crashes} times in a row" if self._crashes > 1 else ""
+            self._forget_crashes()
             self._fail("worker_crashes", f"The worker crashed{often} ({cause}): repair the cause, then `resume`.")
             return
+        text = f"The worker crashed{often} ({cause}). It starts again. If it goes on, the logs show the cause."
+        self._state.set_notice(CRASHED, Notice(code=CRASHED, text=text))
         backoff_s = timings.backoff_s[self._crashes - 1]
         if self._desired == "run":
             reason = f"The worker crashed ({cause}); it starts again in {backoff_s:g} s."
-            self._enter(Phase.STARTING, "worker_crashed", reason)
+            self._enter(Phase.STARTING, CRASHED, reason)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), backoff_s)
+
+    def _forget_crashes(self) -> None:
+        """Count crashes from none again: the worker has run for a while, or the owner decides what comes next."""
+        if self._crashes:
+            self._crashes = 0
+            self._state.set_notice(CRASHED, None)
 
     def _fail(self, code: str, reason: str) -> None:
         """Run no worker until the owner resumes the node."""

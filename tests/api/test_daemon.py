@@ -144,6 +144,7 @@ def test_node_whose_worker_crashes_too_often_stays_in_error_until_resume(
     with Daemon(tmp_path, "crash", backoff_s=backoff_s) as daemon:
         status = daemon.ready().until_phase("error", "worker_crashes")
         assert status["reason"].startswith(beginning)
+        assert not [one for one in status["notices"] if one["code"] == "worker_crashed"], "the reason says it"
         assert "exit status 3" in status["reason"] and "out of cheese" in status["reason"]
         assert not status["final"]
         assert (daemon.code("/livez"), daemon.code("/readyz")) == (200, 503)
@@ -153,6 +154,25 @@ def test_node_whose_worker_crashes_too_often_stays_in_error_until_resume(
         daemon.until_phase("error", "worker_crashes")
         assert daemon.act("leave").status_code == 202
         assert daemon.end()[0] == 0
+
+
+def test_owner_is_warned_of_crashes_until_the_worker_has_run_for_a_while(tmp_path: Path) -> None:
+    def warnings() -> list[str]:
+        return [one["text"] for one in daemon.status()["notices"] if one["code"] == "worker_crashed"]
+
+    with Daemon(tmp_path, healthy_s=2.0, **QUICK) as daemon:
+        daemon.ready().until_phase("training")
+        assert warnings() == []
+        worker = daemon.worker_pid()
+        os.kill(worker, signal.SIGKILL)
+        (text,) = wait_for(warnings)
+        assert text.startswith("The worker crashed (") and "SIGKILL" in text
+        second = daemon.worker_pid(other_than=worker)
+        os.kill(second, signal.SIGKILL)
+        wait_for(lambda: "crashed 2 times in a row" in warnings()[0])
+        daemon.worker_pid(other_than=second)
+        wait_for(lambda: not warnings())
+        assert daemon.status()["phase"] == "training"
 
 
 def test_invalid_message_from_the_worker_counts_as_a_crash(tmp_path: Path) -> None:

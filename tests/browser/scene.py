@@ -63,7 +63,7 @@ MANIFEST = Manifest(
     ),
 )
 PROMPT = "def open_file("
-SAID = {10: "self, self, the the):\n    retur", 40: "path, mode='r'):\n    with open(path, mode) as file:\n        return file.read()"}
+SAID = {10: "self, self, the the):\n    retur", 40: "path, mode='r'):\n    open(path, mode) as file"}
 """What the model wrote after these rounds."""
 MONTH = MonthUsage(
     month="2026-11", ends_at="2026-12-01T00:00:00Z", sent_bytes=31_000_000_000, received_bytes=30_000_000_000,

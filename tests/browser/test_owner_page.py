@@ -53,7 +53,7 @@ def test_run_card_shows_purpose_progress_and_the_share_of_this_node(tab: Dashboa
 
 def test_newest_text_of_the_model_is_shown_as_plain_text(village: Scene, tab: Dashboard) -> None:
     shown = tab.mark("answer")
-    shown.filter(has_text="with open(path, mode) as file:").wait_for()
+    shown.filter(has_text="open(path, mode) as file").wait_for()
     assert "after round 40" in shown.inner_text()
     hostile = Sample(round=41, prompt="a", text="<img src=x onerror=alert(1)>\u202e")
     samples = (hostile, *village.report.training.samples)

@@ -82,7 +82,7 @@ def test_dashboard_shows_each_phase_of_a_node_from_starting_to_draining(
     seen(first, "starting")
     first.until_phase("syncing", word="Waiting", wait_s=LONG_S)
     first.mark("reason").filter(has_text="1 of 1 member is ready").wait_for()
-    first.page.get_by_text("No other members yet.").wait_for()
+    first.page.get_by_text("No other members now").wait_for()
     seen(first, "waiting-for-peers")
 
     plan.write_text("serve@*=stall:2")

@@ -2,9 +2,8 @@
 
     python -m tests.browser.tour        pictures of each view at 360 and 1,280 pixels, in tests/browser/results
 
-Four real nodes train the built-in run for some minutes. One of them leaves and one is killed. The pictures show the page of
-the founder: each view, then paused, alone, with a worker that crashes, and after the daemon was killed. They also show the
-public page.
+Four real nodes train for some minutes. One of them leaves and one is killed. The pictures show the founder's page: each
+view, then paused, alone, with a worker that crashes, and after the daemon was killed. They also show the public page.
 
 1. What am I training?                          6. Did my work count while I slept?
 2. How far is it?                               7. What does the model say?
@@ -38,7 +37,7 @@ SETTLE_MS = 2500
 """Time for data, charts and transitions before a picture is taken."""
 GONE_S = 25.0
 """Time until a killed member counts as gone, and the node has had a round without it."""
-CRASHES = 4
+CRASHES = 6
 CRASH_S = 3.0
 
 

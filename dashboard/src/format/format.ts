@@ -141,6 +141,7 @@ export function soon(at: number, now: number): string {
 
 /** Energy in kWh, as on a bill: `350 Wh`, `1.24 kWh`. */
 export function energy(joules: Maybe): string {
+  if (known(joules) && joules > 0 && joules < 3600) return "under 1 Wh";
   return known(joules) ? scaled(joules / 3600 < 1000 ? Math.round(joules / 3600) : joules / 3600, "Wh") : NONE;
 }
 

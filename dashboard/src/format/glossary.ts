@@ -6,6 +6,7 @@ export const EXPLANATIONS: Record<string, string> = {
   Text: "What the model learns from. Each member reads other parts of it.",
   "Your share": "The part of all tokens of the run that this node has contributed.",
   Rank: "This node's place among all members that ever contributed, by tokens.",
+  "Rounds with others": "The rounds of this machine with at least one other member, and the share that took in its work.",
   Streak: "The newest rounds in a row that include this node's work.",
   "Time left": "An estimate from the speed of the newest rounds. It changes when members come and go.",
   // This node

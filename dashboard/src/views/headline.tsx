@@ -41,8 +41,8 @@ export function Headline({ status }: { status: Status }) {
       </div>
       {stale.value && (
         <p class={status.final ? "notice info" : "notice error"} data-testid="stale">
-          {status.final ? "The node has ended." : "The node does not answer."} Showing data from {brief(ageS.value)} ago. This page
-          reconnects automatically.
+          {status.final ? "The node has ended." : "The node does not answer. If it stays so, start it again as you did before: your credit is safe."}{" "}
+          Showing data from {brief(ageS.value)} ago. This page reconnects automatically.
         </p>
       )}
       {actionError.value && (

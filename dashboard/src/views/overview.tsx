@@ -65,7 +65,7 @@ function ContributionSection({ status }: { status: Status }) {
         <Fact label="Tokens" note={tokensNote(contribution)}>
           {count(contribution.tokens_total)}
         </Fact>
-        <Fact label="Rounds" note={share === null ? "none with others yet" : `merged in ${percent(share)} of ${count(contribution.rounds_attempted)}`}>
+        <Fact label="Rounds with others" note={share === null ? "none yet" : `${percent(share)} of ${count(contribution.rounds_attempted)} merged`}>
           {count(contribution.rounds_joined)}
         </Fact>
         <Fact label="Compute time">{hours(contribution.training_s)}</Fact>
@@ -143,7 +143,7 @@ function Network({ status: now }: { status: Status }) {
         <div>
           <p class="plain">
             <strong>
-              {offline ? "This node is not in the swarm." : alone ? "No other members yet." : `${many(training, "member")} training, ${count(connected)} connected to this node.`}
+              {offline ? "This node is not in the swarm." : alone ? "No other members now. What this node trains alone counts, too." : `${many(training, "member")} training, ${count(connected)} connected to this node.`}
             </strong>
           </p>
           {alone && !offline && <p class="quiet">Send the invite to someone, who can then join this run.</p>}
