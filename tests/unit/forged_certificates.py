@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from node.swarm.chain.certificate import PURPOSE
@@ -65,8 +65,8 @@ def rewritten_files(valid: Data, seed: int = 0) -> Iterator[tuple[str, bytes]]:
             del at(less, path)[key]
             yield f"without {key} at {path}", as_written(less)
             at(more, path)["KEY"] = value
-            name = json.dumps(key).encode()
-            yield f"{key} twice at {path}", as_written(more).replace(b'"KEY"', name)
+            quoted = json.dumps(key).encode()
+            yield f"{key} twice at {path}", as_written(more).replace(b'"KEY"', quoted)
         more = copy.deepcopy(valid)
         at(more, path)["more"] = 1
         yield f"another key at {path}", as_written(more)
@@ -102,22 +102,22 @@ def changed_signatures(valid: Data, other: str) -> Iterator[tuple[str, bytes]]:
         yield f"signature: {name}", as_written({**valid, "signature": false})
 
 
+def changed(valid: Data, *path: str, **values: Any) -> Data:
+    """A copy with other values in the object at this path."""
+    data = copy.deepcopy(valid)
+    at(data, path).update(values)
+    return data
+
+
 def dishonest_contents(valid: Data, other_member: Data, other_run: Data, later: Data) -> Iterator[tuple[str, Data]]:
     """Contents for which the others' signatures do not stand. The caller signs them as the member.
 
     The others are certificates of another member of the same state, of the same member in another run, and of the same
     member after another round of the same run.
     """
-
-    def changed(change: Callable[[Data], Any]) -> Data:
-        data = copy.deepcopy(valid)
-        change(data)
-        return data
-
-    one, two = list(valid["evidence"]["proof"]["accepts"])[:2]
     for name in INTEGERS:
         for value in (valid["entry"][name] + 1, bool(valid["entry"][name]), float(valid["entry"][name]), -1, 2**64):
-            yield f"entry.{name} = {value!r}", changed(lambda data, n=name, v=value: data["entry"].update({n: v}))
+            yield f"entry.{name} = {value!r}", changed(valid, "entry", **{name: value})
     for source, content in (("member", other_member), ("run", other_run), ("round", later)):
         for key in ("entry", "path", "evidence"):
             if content[key] != valid[key]:
@@ -126,21 +126,21 @@ def dishonest_contents(valid: Data, other_member: Data, other_run: Data, later: 
             if value != valid["evidence"][key]:
                 yield (
                     f"{key} of another {source}",
-                    changed(lambda data, k=key, v=value: data["evidence"].update({k: v})),
+                    changed(valid, "evidence", **{key: value}),
                 )
-    yield "other peer id", changed(lambda data: data["entry"].update(member=other_member["entry"]["member"]))
-    yield from _dishonest_paths(valid, changed)
-    yield from _dishonest_votes(changed, one, two)
-    yield from _dishonest_joins(changed)
+    yield "other peer id", changed(valid, "entry", member=other_member["entry"]["member"])
+    yield from _dishonest_paths(valid)
+    yield from _dishonest_votes(valid)
+    yield from _dishonest_joins(valid)
     for key, value in (("round", True), ("tokens", True), ("round", 5.0), ("tokens", -1), ("leaves", "00" * 32)):
-        yield f"{key} = {value!r}", changed(lambda data, k=key, v=value: data["evidence"].update({k: v}))
+        yield f"{key} = {value!r}", changed(valid, "evidence", **{key: value})
     fewer = valid["evidence"]["manifest"].replace('"min_peers":3', '"min_peers":1')
-    yield "manifest with other rules", changed(lambda data: data["evidence"].update(manifest=fewer))
+    yield "manifest with other rules", changed(valid, "evidence", manifest=fewer)
     for text in ("[]", "{}", "x", '[{"signed":{"text":"{}"}}]'):
-        yield f"amendments {text}", changed(lambda data, t=text: data["evidence"].update(amendments=t))
+        yield f"amendments {text}", changed(valid, "evidence", amendments=text)
 
 
-def _dishonest_paths(valid: Data, changed: Callable[[Callable[[Data], Any]], Data]) -> Iterator[tuple[str, Data]]:
+def _dishonest_paths(valid: Data) -> Iterator[tuple[str, Data]]:
     path = valid["path"]
     for place, (is_left, sibling) in enumerate(path):
         turned, without = copy.deepcopy(path), path[:place] + path[place + 1 :]
@@ -148,19 +148,18 @@ def _dishonest_paths(valid: Data, changed: Callable[[Callable[[Data], Any]], Dat
         other = copy.deepcopy(path)
         other[place] = [is_left, "00" * 32]
         for name, false in (("turned", turned), ("left out", without), ("replaced", other)):
-            yield f"step {place} of the path {name}", changed(lambda data, p=false: data.update(path=p))
+            yield f"step {place} of the path {name}", {**valid, "path": false}
     for name, false in (("empty", []), ("reversed", path[::-1]), ("longer", [*path, path[0]]), ("no list", None)):
-        yield f"path {name}", changed(lambda data, p=false: data.update(path=p))
+        yield f"path {name}", {**valid, "path": false}
 
 
-def _dishonest_votes(
-    changed: Callable[[Callable[[Data], Any]], Data], one: str, two: str
-) -> Iterator[tuple[str, Data]]:
+def _dishonest_votes(valid: Data) -> Iterator[tuple[str, Data]]:
     def proof(**values: Any) -> Data:
-        return changed(lambda data: data["evidence"]["proof"].update(values))
+        return changed(valid, "evidence", "proof", **values)
 
-    original = changed(lambda _: None)["evidence"]["proof"]
+    original = valid["evidence"]["proof"]
     accepts, group, outcome = original["accepts"], original["group"], original["outcome"]
+    one, two = list(accepts)[:2]
     yield "one vote only", proof(accepts={one: accepts[one]})
     yield "no vote", proof(accepts={})
     yield "a vote of another member", proof(accepts={**accepts, one: accepts[two]})
@@ -182,8 +181,8 @@ def _dishonest_votes(
     yield "an outcome with a space", proof(outcome={**outcome, "text": outcome["text"] + " "})
 
 
-def _dishonest_joins(changed: Callable[[Callable[[Data], Any]], Data]) -> Iterator[tuple[str, Data]]:
-    original = changed(lambda _: None)["evidence"]["joins"]
+def _dishonest_joins(valid: Data) -> Iterator[tuple[str, Data]]:
+    original = valid["evidence"]["joins"]
     first, second = original[:2]
     false_joins = {
         "no join": [],
@@ -195,4 +194,4 @@ def _dishonest_joins(changed: Callable[[Callable[[Data], Any]], Data]) -> Iterat
         "joins that are no list": 1,
     }
     for name, joins in false_joins.items():
-        yield name, changed(lambda data, j=joins: data["evidence"].update(joins=j))
+        yield name, changed(valid, "evidence", joins=joins)
