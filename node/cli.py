@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from node import __version__
+from node.commands.examples import EXAMPLES
 from node.config.loader import DEFAULT, PRESET_KEY, Loaded, known_keys, load
 from node.config.manifest import ANY_RUN
 from node.errors import MachineError, NodeError, UsageError
@@ -26,29 +27,6 @@ from node.errors import MachineError, NodeError, UsageError
 EXIT_BUG = 70
 HIDDEN = "(hidden)"
 """What the API shows in place of a secret value."""
-OWNER_EXAMPLES = """\
-examples:
-  diloco-node owner set Ada --team "Blue Team"   name yourself, on one of your machines
-  diloco-node owner token                        print the secret that joins your other machines
-  diloco-node owner join diloco-owner1-...       on each other machine: their credit is in one row with yours
-  diloco-node owner                              show the owner of this machine, and what all its machines gave
-  diloco-node owner token --new                  after a leak: another secret, and every other machine joins again
-  diloco-node owner leave                        belong to nobody
-
-"""
-STEER_EXAMPLES = """\
-Examples:
-  diloco-node steer                                        who may change the run, and what has been changed
-  diloco-node steer amend inner.lr=2e-4 total_tokens=4000000000
-  diloco-node steer pause --from-round 120                 from round 120 on, nobody trains
-  diloco-node steer resume
-  diloco-node steer rollback 96                            parameters and momentum of round 96 come back
-  diloco-node steer stop                                   all nodes export the model and stop
-If the run needs several signatures:
-  diloco-node steer amend inner.lr=2e-4 --out change.json
-  diloco-node steer sign change.json                       by each of the others
-  diloco-node steer submit change.json
-"""
 STEER_ACTIONS = ("show", "amend", "pause", "resume", "rollback", "stop", "sign", "submit")
 OWNER_ACTIONS = ("show", "set", "token", "join", "leave")
 OPTIONS_OF_KEYS = {
@@ -71,45 +49,6 @@ FROM_HELP = (
     "folder, hub:OWNER/NAME[@REVISION] or a URL of fsspec. Settings of [run] that you give replace its own. A data "
     "folder that has a run continues that one"
 )
-RUN_EXAMPLES = """\
-Examples:
-  diloco-node run --join diloco1-...
-  diloco-node run --any --bootstrap peer.example:31337
-  diloco-node run --from hub:ada/tiny --run.total_tokens 4000000000
-"""
-RUNS_EXAMPLES = """\
-Examples:
-  diloco-node runs --bootstrap peer.example:31337
-  diloco-node runs tiny --bootstrap peer.example:31337     # one run, with its invite
-  diloco-node runs --json --bootstrap peer.example:31337
-"""
-
-EXPORT_EXAMPLES = """\
-Examples:
-  diloco-node export my-model          # config.json, model.safetensors, tokenizer, README.md, diloco.json
-  diloco-node export my-model --gguf   # and model-f16.gguf
-  diloco-node verify my-model          # is it whole, and the state that it says?
-"""
-SERVICE_EXAMPLES = """\
-Examples:
-  diloco-node install-service --join diloco1-... --dry-run        # what it would write and run
-  diloco-node install-service --join diloco1-...                  # a service of yours
-  sudo /opt/diloco/bin/diloco-node install-service --join diloco1-... --limits.upload_mbit_s 10
-  diloco-node install-service --remove
-"""
-SERVE_EXAMPLES = """\
-Examples:
-  diloco-node serve --data-dir .data/first
-  curl http://127.0.0.1:8000/v1/completions -H "Authorization: Bearer $(cat .data/first/api-token)" \\
-    -H "Content-Type: application/json" -d '{"model": "NAME OF THE RUN", "prompt": "def main(", "max_tokens": 50}'
-"""
-
-
-EVALUATE_EXAMPLES = """\
-Examples:
-  diloco-node evaluate my-model --tasks arc_easy,hellaswag --evaluate.limit 200
-  diloco-node evaluate my-model --tasks my_task --evaluate.task_dir tasks    # without network
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +157,9 @@ def _make_parser() -> tuple[Parser, dict[str, Parser]]:
     commands: dict[str, Parser] = {}
 
     def add(name: str, function: Callable[[Call], int], about: str) -> Parser:
+        epilog = f"Examples:\n{EXAMPLES[name]}\n{EPILOG}"
         command = subparsers.add_parser(
-            name, help=about, description=about, epilog=EPILOG, formatter_class=layout, allow_abbrev=False
+            name, help=about, description=about, epilog=epilog, formatter_class=layout, allow_abbrev=False
         )
         command.add_argument("--config", metavar="FILE", type=Path, help="TOML file with settings")
         command.add_argument("--data-dir", metavar="DIR", help="folder for identity, checkpoints and history")
@@ -244,14 +184,12 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
             which.add_argument("--any", action="store_true", help=ANY_HELP)
             which.add_argument("--from", dest="found_from", metavar="ADDRESS", help=FROM_HELP)
             _add_bootstrap(command)
-            command.epilog = f"{RUN_EXAMPLES}\n{EPILOG}"
         command.add_argument("--name", metavar="NAME", help="name of this node, shown to the other members")
     _add_steer(add)
     command = add("runs", _runs, "list the runs that anybody may join, what they need, and whether this machine fits")
     command.add_argument("run", metavar="RUN", nargs="?", help="show one run, by name or id, with its invite")
     command.add_argument("--json", action="store_true", help="print the runs as JSON, with their invites")
     _add_bootstrap(command)
-    command.epilog = f"{RUNS_EXAMPLES}\n{EPILOG}"
     command = add("status", _status, "print what the node of this data folder does, and why")
     command.add_argument("--json", action="store_true", help="print the whole status as JSON")
     command.add_argument("--watch", action="store_true", help="show it until Ctrl-C")
@@ -284,7 +222,6 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
 def _add_service(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
     about = "run the node as a service of systemd or launchd, with the settings given here"
     command = add("install-service", _install_service, about)
-    command.epilog = f"{SERVICE_EXAMPLES}\n{EPILOG}"
     scope = command.add_mutually_exclusive_group()
     scope.add_argument("--system", action="store_true", help="for the whole machine (default for root)")
     scope.add_argument("--user", action="store_true", help="for this user (default for others)")
@@ -302,7 +239,6 @@ def _add_update(add: Callable[[str, Callable[[Call], int], str], Parser]) -> Non
 
 def _add_steer(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
     command = add("steer", _steer, "change, pause, resume, rewind or stop the whole run, if this node's key may")
-    command.epilog = f"{STEER_EXAMPLES}\n{EPILOG}"
     command.add_argument(
         "action", metavar="ACTION", nargs="?", choices=STEER_ACTIONS, default="show", help=", ".join(STEER_ACTIONS)
     )
@@ -331,7 +267,6 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     command = add("export", _export, "write the current outer parameters as a Hugging Face model folder")
     command.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder to write")
     command.add_argument("--gguf", action="store_true", help="also write a GGUF file (fp16) for llama.cpp")
-    command.epilog = f"{EXPORT_EXAMPLES}\n{EPILOG}"
     command = add("site", _site, "write a public page about the run as static files, again after each round")
     command.add_argument("folder", metavar="DIR", type=Path, help="folder that a web server reads")
     command.add_argument("--once", action="store_true", help="write the page once and end")
@@ -359,12 +294,10 @@ def _add_publication_commands(add: Callable[[str, Callable[[Call], int], str], P
     command.add_argument("folder", metavar="DIR", type=Path, help="what `export` or a publication has written")
     command.add_argument("--tasks", metavar="NAMES", help="tasks, with commas (short for --evaluate.tasks)")
     command.add_argument("--json", action="store_true", help="print the scores as JSON")
-    command.epilog = f"{EVALUATE_EXAMPLES}\n{EPILOG}"
 
 
 def _add_serve(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
     command = add("serve", _serve, "serve the current model as an OpenAI-compatible API")
-    command.epilog = f"{SERVE_EXAMPLES}\n{EPILOG}"
     command.add_argument(
         "--host", metavar="ADDRESS", default="127.0.0.1", help="address to bind (default: this machine only)"
     )
@@ -379,7 +312,6 @@ def _add_serve(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None
 
 def _add_owner_command(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
     command = add("owner", _owner, "show or set whose machine this is: a name, a team, and several machines in one row")
-    command.epilog = OWNER_EXAMPLES + EPILOG
     command.add_argument(
         "action", metavar="ACTION", nargs="?", choices=OWNER_ACTIONS, default="show", help=", ".join(OWNER_ACTIONS)
     )

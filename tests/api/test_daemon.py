@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from node.api.public_routes import FRESH_S
 from node.config.schema import Config
 from node.daemon.app import run
 from node.daemon.http_server import bind
@@ -232,6 +234,53 @@ def test_child_processes_of_the_worker_end_with_the_worker(tmp_path: Path, how: 
         else:
             assert daemon.terminate()[0] == 0
         assert not alive(grandchild)
+
+
+PUBLIC = {"/public": 307, "/public/": 200, "/public/run.json": 200, "/public/public.css": 200}
+"""The routes of the public page and their codes."""
+
+
+def public_codes(daemon: Daemon) -> dict[str, int]:
+    """What somebody without a token gets."""
+    with httpx.Client(base_url=daemon.http.base_url, timeout=5, trust_env=False) as somebody:
+        return {path: somebody.get(path).status_code for path in PUBLIC}
+
+
+def public_run(daemon: Daemon) -> dict[str, Any]:
+    with httpx.Client(base_url=daemon.http.base_url, timeout=5, trust_env=False) as somebody:
+        return dict(somebody.get("/public/run.json").json())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_public_page_is_served_while_the_worker_is_dead_or_hangs(tmp_path: Path, how: signal.Signals) -> None:
+    Path(f"{tmp_path}.config").write_text(json.dumps({"api": {"public": True}}))
+    # A dead worker is not replaced during this test.
+    with Daemon(tmp_path, backoff_s=[60.0], grace_s=1.0, stale_s=0.7, hung_s=60.0) as daemon:
+        daemon.ready().until_phase("training")
+        wait_for(lambda: public_run(daemon)["round"] >= 3)
+        worker = daemon.worker_pid()
+        os.kill(worker, how)
+        wait_for(lambda: not alive(worker) if how == signal.SIGKILL else daemon.code("/livez") == 503, 10)
+        assert public_codes(daemon) == PUBLIC
+        run = wait_for(lambda: (now := public_run(daemon))["state"] == "unknown" and now, 10)
+        assert run["round"] >= 3, "the page keeps what the node knew"
+        assert run == public_run(daemon) | {"at": run["at"]}, "nothing changes without a worker"
+        assert public_codes(daemon) == PUBLIC
+        assert how == signal.SIGSTOP or not alive(worker)
+
+
+def test_public_page_is_served_by_a_node_whose_worker_cannot_start(tmp_path: Path) -> None:
+    Path(f"{tmp_path}.config").write_text(json.dumps({"api": {"public": True}}))
+    with Daemon(tmp_path, "crash", **QUICK) as daemon:
+        daemon.ready()
+        assert public_codes(daemon) == PUBLIC, "before the last try"
+        daemon.until_phase("error", "worker_crashes")
+        time.sleep(FRESH_S)
+        assert public_codes(daemon) == PUBLIC
+        run = public_run(daemon)
+        assert (run["state"], run["round"], run["rounds"]) == ("unknown", -1, [])
+        assert daemon.act("leave").status_code == 202
+        assert daemon.end()[0] == 0
 
 
 def test_failed_background_task_ends_the_node(tmp_path: Path) -> None:

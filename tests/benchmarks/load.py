@@ -1,12 +1,16 @@
 """Measures how much a busy API slows training and how soon it answers, with 50 streams and 200 requests a second.
 
     python -m tests.benchmarks.load [--seconds 60] [--streams 50] [--rate 200]
+    python -m tests.benchmarks.load --public [--seconds 60] [--rate 200]
 
 One real node trains a small model alone. Its worker, including libp2p, is pinned to one core. The supervisor, which
 serves the API, shares the other core with the load. Slices with and without load alternate. Requests to all GET routes
 of the OpenAPI document follow a fixed schedule. A delay counts from the scheduled moment, so it shows even if the API
 stalls. Tokens/s come from the worker's counters, without the time in which other programs used the trainer's core. At
 the end the node gets SIGTERM while all streams are open.
+
+With `--public`, the requests are for the public page and its JSON, as somebody without a token sends them. There are no
+streams. The node makes the page again at most once a second.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ FIRST = -15
 CONNECTIONS = 16
 ANSWER_S = 30.0
 STATUS = "/api/v1/status"
+PUBLIC = ("/public/", "/public/run.json")
 NOT_ASKED = ("/api/v1/events", "/api/v1/support-bundle")
 """Routes that are not requested. Streams are opened separately, and users request a bundle rarely."""
 
@@ -56,13 +61,14 @@ RUN = small_run("load", round={"policy": "steps", "inner_steps": 50, "min_peers"
 class Server:
     """A client of the node's API server. It understands only answers with a Content-Length."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, *, has_token: bool = True) -> None:
         address = json.loads((node.folder / "api.json").read_text(encoding="utf-8"))
         parts = urlsplit(address["url"])
         assert parts.hostname and parts.port
         self._address = (parts.hostname, parts.port)
         token = (node.folder / "api-token").read_text(encoding="utf-8").strip()
-        self._rest = f" HTTP/1.1\r\nHost: {parts.netloc}\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+        authorization = f"Authorization: Bearer {token}\r\n" if has_token else ""
+        self._rest = f" HTTP/1.1\r\nHost: {parts.netloc}\r\n{authorization}\r\n".encode()
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(*self._address, limit=2**22)
@@ -262,17 +268,23 @@ async def reading_routes(server: Server) -> list[str]:
     return [path for path in paths if path not in NOT_ASKED] + ["/openapi.json"]
 
 
-async def measure_node(node: Node, *, seconds: float, slice_s: float, streams_: int, rate: float) -> Seen:
-    """Measure slices without and with load alternately, from one without to one without, then the end of the node."""
+async def measure_node(
+    node: Node, *, seconds: float, slice_s: float, streams_: int, rate: float, is_public: bool
+) -> Seen:
+    """Measure slices without and with load alternately, from one without to one without.
+
+    At last the end of the node is measured, if there are streams.
+    """
     server, seen = Server(node), Seen()
     worker, supervisor = node.find("worker"), node.find("supervisor")
-    paths = await reading_routes(server)
+    asked = Server(node, has_token=False) if is_public else server
+    paths = PUBLIC if is_public else await reading_routes(server)
 
     async def take(with_load: bool) -> None:
         before = await moment(server, worker)
         if with_load:
             api_before, began_s = supervisor.cpu_times(), time.monotonic()
-            await ask_by_schedule(server, paths, rate, slice_s, seen)
+            await ask_by_schedule(asked, paths, rate, slice_s, seen)
             api_after, took_s = supervisor.cpu_times(), time.monotonic() - began_s
             seen.api_s += sum(api_after[:2]) - sum(api_before[:2])
             seen.loaded_s += took_s
@@ -289,7 +301,8 @@ async def measure_node(node: Node, *, seconds: float, slice_s: float, streams_: 
             await asyncio.sleep(SETTLE_S)
             await take(with_load=True)
     await take(with_load=False)
-    await end_under_load(node, server, streams_, seen)
+    if streams_:
+        await end_under_load(node, server, streams_, seen)
     return seen
 
 
@@ -306,28 +319,49 @@ async def end_under_load(node: Node, server: Server, count: int, seen: Seen) -> 
         assert all(task.done() for task in following), "a stream outlived its node"
 
 
-def measure(folder: Path, *, seconds: float, slice_s: float, streams_: int, rate: float) -> Seen:
+def measure(
+    folder: Path, *, seconds: float, slice_s: float, streams_: int, rate: float, is_public: bool = False
+) -> Seen:
     with Swarm(folder, RUN) as swarm:
-        node = swarm.found()
+        node = swarm.found(*(["--api.public=true"] if is_public else []))
         node.until_round(2)
         with pinned(node):
-            return asyncio.run(measure_node(node, seconds=seconds, slice_s=slice_s, streams_=streams_, rate=rate))
+            return asyncio.run(
+                measure_node(node, seconds=seconds, slice_s=slice_s, streams_=streams_, rate=rate, is_public=is_public)
+            )
+
+
+def kept_tokens(name: str, seen: Seen) -> Figure:
+    quiet, loaded = ([s.tokens_per_s for s in seen.slices if s.with_load is w] for w in (False, True))
+    return Figure(
+        name, "tok/s", statistics.median(loaded), statistics.median(quiet), "without",
+        low=1 - DROP_RATIO, ratio_measured=statistics.fmean(seen.kept_ratios),
+    )  # fmt: skip
 
 
 def figures(seen: Seen) -> list[Figure]:
-    quiet, loaded = ([s.tokens_per_s for s in seen.slices if s.with_load is w] for w in (False, True))
-    kept = statistics.fmean(seen.kept_ratios)
     return [
-        Figure(
-            "load: inner-loop tokens/s under it", "tok/s", statistics.median(loaded), statistics.median(quiet),
-            "without", low=1 - DROP_RATIO, ratio_measured=kept,
-        ),
+        kept_tokens("load: inner-loop tokens/s under it", seen),
         Figure("  /api/v1/status, median", "ms", 1e3 * seen.quantile_s(STATUS, 0.5), 1e3 * P99_S, "ms (p99)"),
         Figure("  /api/v1/status, p99", "ms", 1e3 * seen.quantile_s(STATUS, 0.99), 1e3 * P99_S, "ms", high=1.0),
         Figure("  the supervisor's share of a core", "", seen.api_s / seen.loaded_s, 1.0, "core"),
         Figure("  SIGTERM with all streams open", "s", seen.end_s, END_S, "s", high=1.0),
         Figure("  answers other than 200", "", seen.refused, 1.0, "allowed below", high=0.0),
     ]  # fmt: skip
+
+
+def public_figures(seen: Seen) -> list[Figure]:
+    delays = {
+        f"  {path}, {name}": seen.quantile_s(path, share)
+        for path in PUBLIC
+        for name, share in (("median", 0.5), ("p99", 0.99))
+    }
+    return [
+        kept_tokens("load: inner-loop tokens/s while the public page is asked for", seen),
+        *(Figure(name, "ms", 1e3 * delay_s, 1e3 * P99_S, "ms (p99 of the API)") for name, delay_s in delays.items()),
+        Figure("  the supervisor's share of a core", "", seen.api_s / seen.loaded_s, 1.0, "core"),
+        Figure("  answers other than 200", "", seen.refused, 1.0, "allowed below", high=0.0),
+    ]
 
 
 def describe(seen: Seen) -> list[str]:
@@ -341,7 +375,8 @@ def describe(seen: Seen) -> list[str]:
     ]
     mean, half = interval_95(seen.kept_ratios)
     lines += ["", f"Tokens/s under load / without: {mean:.3f} ± {half:.3f} (95 %, {len(seen.slices) // 2} pairs)."]
-    lines += [f"Events per stream: {min(seen.events)} to {max(seen.events)} in {seen.loaded_s:.0f} s of load."]
+    if seen.events:
+        lines += [f"Events per stream: {min(seen.events)} to {max(seen.events)} in {seen.loaded_s:.0f} s of load."]
     return lines
 
 
@@ -351,14 +386,20 @@ def main() -> int:
     parser.add_argument("--slice", type=float, default=SLICE_S, help="seconds of one slice")
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second")
+    parser.add_argument("--public", action="store_true", help="ask for the public page only, without streams")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
         seen = measure(
             Path(name) / "swarm",
-            seconds=options.seconds, slice_s=options.slice, streams_=options.streams, rate=options.rate,
-        )  # fmt: skip
+            seconds=options.seconds,
+            slice_s=options.slice,
+            streams_=0 if options.public else options.streams,
+            rate=options.rate,
+            is_public=options.public,
+        )
     samples = {"delay_s": seen.delay_s, "slices": [[s.with_load, s.tokens_per_s] for s in seen.slices]}
-    return Result("load", figures(seen), describe(seen), samples).conclude()
+    name, made = ("load_public", public_figures(seen)) if options.public else ("load", figures(seen))
+    return Result(name, made, describe(seen), samples).conclude()
 
 
 if __name__ == "__main__":

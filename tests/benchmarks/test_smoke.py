@@ -40,6 +40,9 @@ SMOKE = {
     "sync": "--cells 500:2:blocking:fp16:2,500:2:hivemind:fp16:2 --rounds 1",
     "tab": "--seconds 2",
 }
+OPTIONS = {"load_public": ("load", "--public --seconds 2 --slice 1 --rate 20")}
+"""Other measurements of a benchmark, by the name of their result."""
+CASES = {**{name: (name, words) for name, words in SMOKE.items()}, **OPTIONS}
 WITHOUT_RESULT = {"gossip_model", "sync"}
 """Benchmarks that write no file, or a file in another format."""
 
@@ -52,10 +55,11 @@ def short_path() -> Iterator[str]:
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize("name", CASES)
 def test_each_benchmark_runs_to_its_end_at_a_tiny_size(name: str, tmp_path: Path, short_path: str) -> None:
+    module, words = CASES[name]
     with subprocess.Popen(
-        [sys.executable, "-m", f"tests.benchmarks.{name}", *SMOKE[name].split()],
+        [sys.executable, "-m", f"tests.benchmarks.{module}", *words.split()],
         cwd=ROOT,
         env={**os.environ, "BENCHMARK_RESULTS": str(tmp_path), "TMPDIR": short_path},
         stdin=subprocess.DEVNULL,

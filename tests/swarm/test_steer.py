@@ -11,6 +11,9 @@ import pytest
 
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, common_rounds, environment, tiny
 
+SLOW_STEPS, REST_S = 40, 0.1
+"""Rounds of four seconds in which nodes rest. A node can start and download a state within few of them."""
+
 
 def steer(node: Node, *words: str) -> str:
     done = subprocess.run(
@@ -89,3 +92,38 @@ def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
         for node in nodes:
             assert node.wait_end(PATIENCE * START_S) == 0
             assert "stopped by an amendment" in node.said()
+
+
+@pytest.mark.timeout(420)
+def test_node_that_was_away_during_a_rollback_follows_it_within_two_rounds(tmp_path: Path) -> None:
+    run = tiny(round={"min_peers": 2, "inner_steps": SLOW_STEPS}, governance="founder")
+    slow = {"DILOCO_FAULTS": f"inner@*=rest:{REST_S}"}
+    keep = ["--checkpoint.keep=32", "--checkpoint.every_s=1"]
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        founder = swarm.found(*keep, env=slow)
+        second, away = swarm.join("second", "away", flags=keep, env=slow)
+        nodes = (founder, second, away)
+        last = away.until_training()["run"]["round"] + 2
+        for node in nodes:
+            node.until_round(last)
+        assert away.stop() == 0
+        left = max(checkpoint_round(path) for path in away.checkpoints())
+        shared = set.intersection(*({checkpoint_round(path) for path in node.checkpoints()} for node in nodes[:2]))
+        target = max(number for number in shared if number < left)
+        steer(founder, "rollback", str(target))
+        (change,) = amendments(founder)
+        for node in (founder, second):
+            until_in_force(node, 1)
+            node.until_round(change["from_round"])
+            assert any("taken the run back" in line["message"] for line in node.logs(1000))
+        away.start(*keep, env=slow)
+        # From the moment at which the node that was away knows how far the others are.
+        away.until(lambda status: status["run"]["swarm_round"] >= change["from_round"], PATIENCE * START_S)
+        back = founder.status()["run"]["round"]
+        for node in nodes:
+            node.until_round(back + 2, PATIENCE * START_S)
+        same = common_rounds(nodes)
+        assert same.keys() & set(range(back, back + 3)), f"round {back + 2} came without the node: {sorted(same)}"
+        assert all(len(digests) == 1 for digests in same.values()), same
+        assert amendments(away) == amendments(founder)
+        away.until_training()

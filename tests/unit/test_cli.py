@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 
 from node import __version__
-from node.cli import duration_s, main, split_flags
+from node.cli import _make_parser, _read_call, duration_s, main, split_flags
+from node.commands.examples import EXAMPLES
 from node.config.manifest import Invite, Manifest, RoundConfig, RunConfig
 from node.config.schema import Config, LimitsConfig
+from node.errors import NodeError
 from node.status import NodeInfo, PeerRow, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
 
 TOKEN = "t" * 43
@@ -169,7 +172,39 @@ def test_every_command_prints_help(command: str, capsys: pytest.CaptureFixture[s
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert "--data-dir DIR" in said
-    assert ("Examples:" in said) == (command in ("run", "runs", "export", "serve", "install-service"))
+    assert f"Examples:\n{EXAMPLES[command]}" in said
+
+
+def calls_in(example: str) -> list[list[str]]:
+    """The words after `diloco-node` of each line that calls it, as a shell splits them, without redirections."""
+    found = []
+    for line in example.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        program = next((i for i, word in enumerate(words[:2]) if Path(word).name == "diloco-node"), None)
+        if program is not None:
+            words = words[program + 1 :]
+            found.append(words[: words.index(">")] if ">" in words else words)
+    return found
+
+
+def test_every_command_has_examples() -> None:
+    commands = _make_parser()[1]
+    assert EXAMPLES.keys() == commands.keys() >= set(COMMANDS)
+    assert [name for name, text in EXAMPLES.items() if [name] not in [words[:1] for words in calls_in(text)]] == []
+    assert [line for text in EXAMPLES.values() for line in text.splitlines() if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("words", [words for text in EXAMPLES.values() for words in calls_in(text)], ids=" ".join)
+def test_command_line_accepts_the_arguments_of_each_example(words: list[str]) -> None:
+    """This includes the names and values of settings."""
+    assert _read_call(words, {}).args.command == words[0]
+
+
+@pytest.mark.parametrize("words", [["run", "--jion", "x"], ["steer", "amand"], ["run", "--run.total_tokens", "many"]])
+def test_a_false_example_would_be_noticed(words: list[str]) -> None:
+    assert calls_in(f"  diloco-node {shlex.join(words)}   # a comment") == [words]
+    with pytest.raises(NodeError):
+        _read_call(words, {})
 
 
 @pytest.mark.parametrize(
