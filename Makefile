@@ -1,4 +1,4 @@
-# `make run` and `make test` work in a fresh clone. They install .venv (again after a change of requirements.lock) and build
+# `make run` and `make test` work in a fresh clone. They install .venv (again after a change of a lock file) and build
 # the dashboard (again after a change of its sources). pip and npm read index, certificates and timeouts from the environment.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,6 +13,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 PIP_SHOWN := $(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off
+# Of the packages in a lock file, pip accepts only files with a hash that stands there. Three packages have no wheel: they
+# are built with the setuptools of .ci/build.lock.
+LOCKED := $(PIP_SHOWN) --require-hashes --no-deps --no-build-isolation --use-pep517
 # What `make run` needs, and all that tests and checks need beside it.
 SET_UP := $(VENV)/.set-up
 DEV_SET_UP := $(VENV)/.set-up-dev
@@ -67,28 +70,30 @@ help:
 	@echo "make wheel                         build the package: dist/*.whl"
 	@echo "make image TARGET=cpu              build the container image: cpu, cuda or rocm"
 	@echo "make sbom                          list the contents of the image, with licences"
-	@echo "make lock                          rewrite requirements.lock"
+	@echo "make lock                          write the lock files again after a change of pyproject.toml"
 	@echo "make clean                         remove everything that was built"
 
-$(SET_UP): requirements.lock pyproject.toml
+# Other builds of torch than those in .ci/torch.lock may need packages of their own, in the versions that they name.
+$(SET_UP): requirements.lock .ci/build.lock .ci/torch.lock pyproject.toml
 	@[[ -n "$(PYTHON)" ]] || { echo "diloco-node needs Python 3.11, 3.12 or 3.13, with its venv module." >&2; exit 2; }
 	@echo "Step 1 of 2: installing the Python packages into $(VENV) (once; some minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@index=$$(TORCH="$(TORCH)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .ci/torch $(BIN)/python); \
-		if [[ -n "$$index" ]]; then \
-			$(PIP_SHOWN) --no-deps --index-url "$$index" $$(grep ^torch== requirements.lock) | .ci/progress; \
-		fi
-	@$(PIP_SHOWN) --constraint requirements.lock --editable . | .ci/progress
+	@torch=$$(TORCH="$(TORCH)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .ci/torch $(BIN)/python); \
+		$(PIP_SHOWN) --no-deps $$torch | .ci/progress; \
+		$(LOCKED) -r .ci/build.lock | .ci/progress; \
+		$(LOCKED) -r requirements.lock | .ci/progress $$(grep -c == requirements.lock); \
+		[[ $$torch == *--require-hashes* ]] || $(PIP_SHOWN) $$torch | .ci/progress
+	@$(PIP_SHOWN) --no-deps --no-build-isolation --editable . | .ci/progress
 	@touch $@
 
-$(DEV_SET_UP): $(SET_UP)
+$(DEV_SET_UP): $(SET_UP) .ci/datasets.lock .ci/dev.lock
 	@echo "Installing what tests and checks need as well, about 0.2 GB"
-	@$(PIP_SHOWN) -r requirements.lock | .ci/progress $$(grep -c == requirements.lock)
+	@$(LOCKED) -r .ci/datasets.lock -r .ci/dev.lock | .ci/progress $$(cat .ci/datasets.lock .ci/dev.lock | grep -c ==)
 	@touch $@
 
 # Only for runs on text of the hub or in files.
 datasets: $(SET_UP)
-	@$(PIP_SHOWN) --constraint requirements.lock datasets | .ci/progress
+	@$(LOCKED) -r .ci/datasets.lock | .ci/progress
 
 $(NODE_MODULES): dashboard/package-lock.json
 	@{ node -e '$(NODE_FITS)' && npm --version; } >/dev/null 2>&1 || \
@@ -198,13 +203,10 @@ storm: $(DEV_SET_UP)
 	@failed=0; for what in "tests.swarm.storm $(ARGS)" tests.contract.matrix tests.swarm.matrix; do \
 		$(BIN)/python -m $$what || failed=$$?; [[ $$failed != 130 ]] || break; done; exit $$failed
 
+# ARGS: --upgrade takes the newest versions, "--upgrade-package NAME" the newest one of a package.
 lock:
-	@rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
-	@.venv-lock/bin/python -m pip -qq install --editable '.[dev]'
-	@{ echo "# Exact versions of everything, written by make lock. torch's CUDA packages follow from its own exact pins."; \
-		.venv-lock/bin/python -m pip freeze --exclude-editable --all --exclude pip | sed 's/+[a-z0-9.]*$$//'; } > requirements.lock
-	@rm -rf .venv-lock
+	@PYTHON="$(PYTHON)" .ci/lock $(ARGS)
 
 clean:
-	@rm -rf $(VENV) .venv-lock .venv-3.* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage* htmlcov
+	@rm -rf $(VENV) .venv-3.* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage* htmlcov
 	@rm -rf dashboard/node_modules node/api/static

@@ -132,18 +132,6 @@ def test_no_file_names_a_folder_of_its_developers_or_a_package_registry() -> Non
     assert faults == []
 
 
-def test_lock_file_pins_every_dependency_exactly() -> None:
-    lines = [line for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
-    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.]+", line)] == []
-    locked = {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower() for line in lines}
-    asked = re.findall(
-        r'^    "([A-Za-z0-9-]+)[=>]=', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert len(asked) > 10
-    assert {name.lower() for name in asked} <= locked
-    assert "torch==2.13.0" in lines
-
-
 def test_installed_packages_are_compatible() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=60, check=False
