@@ -1,0 +1,91 @@
+"""What the image's build removes from the Python packages, and which modules it compiles."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SLIM = runpy.run_path(str(ROOT / "docker" / "slim.py"))
+EXTRAS = {
+    "tensorboard",
+    "trackio",
+    "wandb",
+    "opentelemetry",
+    "lm_eval",
+    "triton",
+    "pynvml",
+    "_typeshed",
+    "gguf",
+}
+"""Packages of extras, of the CUDA image, and of type checkers."""
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def make_environment(root: Path, *files: str) -> Path:
+    packages = root / "lib" / "python3.11" / "site-packages"
+    for file in files:
+        path = packages / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x = 1\n")
+    return packages
+
+
+def test_build_removes_model_code_but_keeps_tokenizers_and_configurations(tmp_path: Path) -> None:
+    models = "transformers/models"
+    kept = [f"{models}/__init__.py", f"{models}/llama/modeling_llama.py", f"{models}/auto/modeling_auto.py"]
+    kept += [
+        f"{models}/gpt2/__init__.py",
+        f"{models}/gpt2/configuration_gpt2.py",
+        f"{models}/gpt2/tokenization_gpt2.py",
+    ]
+    gone = [f"{models}/gpt2/modeling_gpt2.py", f"{models}/clip/image_processing_clip.py"]
+    packages = make_environment(tmp_path, *kept, *gone)
+    SLIM["main"](tmp_path)
+    assert [file for file in kept if not (packages / file).exists()] == []
+    assert [file for file in gone if (packages / file).exists()] == []
+
+
+def test_build_removes_tests_headers_compiled_modules_and_cloud_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = ["torch/nn/functional.py", "pyarrow/libarrow.so.2600", "pyarrow/_parquet.so", "scipy/optimize/a.py"]
+    gone = ["torch/include/a.h", "torch/nn/__pycache__/functional.pyc", "pyarrow/libarrow_s3.so.2600"]
+    gone += ["pyarrow/_flight.so", "scipy/optimize/tests/a.py", "numpy/libnpy.a"]
+    packages = make_environment(tmp_path, *kept, *gone)
+    SLIM["main"](tmp_path)
+    assert [file for file in kept if not (packages / file).exists()] == []
+    assert [file for file in gone if (packages / file).exists()] == []
+    assert capsys.readouterr().out == "0 MB of unused files removed.\n"
+
+
+def imported_packages(folder: Path) -> set[str]:
+    """The packages that the code in a folder imports, without the standard library's and ours."""
+    found: set[str] = set()
+    for file in folder.rglob("*.py"):
+        for one in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(one, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in one.names}
+            elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
+                found.add(one.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"node"}
+
+
+def test_build_compiles_modules_of_every_package_that_a_node_imports() -> None:
+    tree = ast.parse((ROOT / "docker" / "warm_up.py").read_text(encoding="utf-8"))
+    named: Any = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    warmed = {name.partition(".")[0] for name in named} | {
+        "torch",
+        "transformers",
+        "numpy",
+        "pydantic",
+        "pydantic_core",
+        "starlette",
+    }
+    assert imported_packages(ROOT / "node") - warmed - EXTRAS == set()
