@@ -32,8 +32,10 @@ FILES = (
     "torch/bin/protoc*",
     "**/*.pxd",
     # Arrow's access to clouds and services. `datasets` reads local files with it.
-    *(f"pyarrow/{name}" for name in ("libarrow_flight*", "_flight*", "libarrow_substrait*", "_substrait*")),
-    *(f"pyarrow/{name}" for name in ("libarrow_s3*", "_s3fs*")),
+    "pyarrow/libarrow*_flight*",
+    "pyarrow/_flight*",
+    "pyarrow/libarrow_s3*",
+    "pyarrow/_s3fs*",
 )
 MODELS_KEPT = ("auto", "llama")
 """Models of `transformers` whose code is kept. Of the others, a node needs the tokenizer and the configuration only."""

@@ -16,7 +16,7 @@ MODULES = (
     "cryptography.hazmat.primitives.kdf.hkdf", "cryptography.hazmat.primitives.serialization",
     "fastapi.openapi.utils", "fastapi.responses", "fsspec", "hivemind.dht.node", "hivemind.dht.routing",
     "hivemind.dht.validation", "hivemind.p2p.p2p_daemon_bindings.p2pclient", "hivemind.utils.timed_storage",
-    "huggingface_hub.hf_api", "httpx", "msgpack", "packaging.version", "prometheus_client.registry", "psutil",
+    "huggingface_hub.hf_api", "msgpack", "packaging.version", "prometheus_client.registry", "psutil",
     "rich.live", "rich.progress_bar", "rich.table", "safetensors.torch", "tokenizers", "torch._dynamo",
     "torch._inductor.compile_fx", "torch.distributed.device_mesh", "torch.distributed.fsdp",
     "torch.distributed.tensor", "torch.utils.checkpoint", "transformers.models.auto.tokenization_auto", "uvicorn",

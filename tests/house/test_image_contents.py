@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import runpy
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,12 @@ def test_build_compiles_modules_of_every_package_that_a_node_imports() -> None:
         "starlette",
     }
     assert imported_packages(ROOT / "node") - warmed - EXTRAS == set()
+
+
+def test_modules_that_the_build_compiles_are_in_packages_that_the_image_has() -> None:
+    locks = "".join((ROOT / file).read_text(encoding="utf-8") for file in ("requirements.lock", ".ci/datasets.lock"))
+    locked = {line.partition("==")[0] for line in locks.splitlines() if "==" in line} | {"torch"}
+    warm_up = runpy.run_path(str(ROOT / "docker" / "warm_up.py"))
+    named = {name.partition(".")[0] for name in (*warm_up["MODULES"], *warm_up["DATASETS"])}
+    homes = packages_distributions()
+    assert {name for name in named if not {home.lower().replace("_", "-") for home in homes[name]} & locked} == set()
