@@ -203,7 +203,7 @@ def test_month_shows_electricity_its_source_and_what_happens_at_the_traffic_limi
     card.get_by_text("measured by the device").wait_for()
     told = card.inner_text().replace("\u202f", " ")
     assert "24.7 kWh" in told and "61.0 GB" in told
-    assert "At 200 GB the node leaves the swarm until the next month." in told
+    assert "At 200 GB of traffic the node leaves the swarm until the next month." in told
     estimated = MONTH.model_copy(
         update={"measured_joules": 0.0, "estimated_joules": 9e6, "limit_bytes": 60_000_000_000}
     )

@@ -23,8 +23,13 @@ LINES = [
 def test_files_and_make_targets_named_in_the_readme_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {line.split()[1] for line in LINES if line.startswith("make ")} <= set(targets)
+    headings = {
+        re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in README.splitlines()
+        if line.startswith("#")
+    }
     for link in re.findall(r"\]\(([^)]+)\)", SECTION):
-        assert (ROOT / link).exists(), link
+        assert link[1:] in headings if link.startswith("#") else (ROOT / link).exists(), link
     for line in LINES:
         for file in re.findall(r"(?<=\s)docker/\S+", line):
             assert (ROOT / file).exists(), line
