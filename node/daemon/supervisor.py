@@ -418,7 +418,7 @@ class Supervisor:
             await asyncio.wait_for(self._changed.wait(), backoff_s)
 
     def _forget_crashes(self) -> None:
-        """Count crashes from none again: the worker has run for a while, or the owner decides what comes next."""
+        """Reset the count of crashes and withdraw the warning."""
         if self._crashes:
             self._crashes = 0
             self._state.set_notice(CRASHED, None)

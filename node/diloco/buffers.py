@@ -22,7 +22,7 @@ KEPT = 3
 class VectorPool:
     """Creates fp32 vectors on the cpu, in memory that no tensor and no array refers to any longer. Thread-safe.
 
-    The kernel may take the memory of free vectors for other uses (MADV_FREE), so the pool takes no memory from others.
+    The kernel takes the memory of free vectors for other uses if it needs some (MADV_FREE).
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class VectorPool:
         self._free: list[mmap.mmap] = []
 
     def empty(self, elements: int) -> Tensor:
-        """Return a vector, fp32 [elements], whose content is undefined. Raises OSError if there is no memory for it."""
+        """Return a vector, fp32 [elements], with undefined content. Raises MemoryError if there is no memory for it."""
         size_bytes = elements * torch.float32.itemsize
         if size_bytes < SMALLEST_BYTES:
             return torch.empty(elements)
@@ -54,7 +54,10 @@ class VectorPool:
 
 
 def _allocate(size_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as exc:  # Callers take an OSError for one of the disk or the network.
+        raise MemoryError(f"The system has no {size_bytes / 1e9:.1f} GB of memory for a vector.") from exc
     _advise(memory, "MADV_HUGEPAGE")
     return memory
 

@@ -80,6 +80,11 @@ def test_small_vectors_are_not_pooled() -> None:
     assert pool._free == []
 
 
+def test_vector_for_which_there_is_no_memory_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="of memory for a vector"):
+        VectorPool().empty(2**52)
+
+
 def test_threads_that_create_and_free_vectors_never_share_memory() -> None:
     pool, wrong = VectorPool(), list[int]()
 
