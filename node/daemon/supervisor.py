@@ -355,6 +355,7 @@ class Supervisor:
             await asyncio.to_thread(gpu_power.restore, self._directory.path)
             while self._worker_notices:
                 self._state.set_notice(self._worker_notices.pop(), None)
+            self._apply_traffic_limit()
             await self._store_counters()
         if asked and exit_.is_unsaved and mode == "train":
             self._lost_work = (

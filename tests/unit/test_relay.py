@@ -15,7 +15,7 @@ from node.swarm.transport import relay
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.relay import MAX_CIRCUITS, PER_CALLER, Relay
 from node.swarm.transport.wire import Traffic
-from tests.event_loop import in_loop
+from tests.event_loop import in_loop, in_virtual_time
 
 HELLO = bytes(32)
 TARGET = "target"
@@ -174,7 +174,7 @@ async def test_first_bytes_of_a_circuit_have_priority_and_the_rest_is_rate_limit
     assert bench.to_target.closed.is_set()
 
 
-@in_loop
+@in_virtual_time
 async def test_many_short_circuits_together_keep_to_the_rate_limit_of_the_relay() -> None:
     """Each circuit carries less than its free bytes. The rate is measured after the first second."""
     bench = RelayBench()
