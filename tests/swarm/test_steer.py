@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, common_rounds, environment, tiny
+from tests.swarm.harness import (
+    PATIENCE,
+    START_S,
+    Node,
+    Swarm,
+    checkpoint_round,
+    command,
+    common_rounds,
+    environment,
+    tiny,
+)
 
 SLOW_STEPS, REST_S = 40, 0.1
 """Rounds of four seconds in which nodes rest. A node can start and download a state within few of them."""
+TOKENS_PER_STEP = 4 * 64
+"""Of `tiny`: the batch times the length of a sequence."""
 
 
 def steer(node: Node, *words: str) -> str:
@@ -127,3 +140,55 @@ def test_node_that_was_away_during_a_rollback_follows_it_within_two_rounds(tmp_p
         assert all(len(digests) == 1 for digests in same.values()), same
         assert amendments(away) == amendments(founder)
         away.until_training()
+
+
+@pytest.mark.timeout(420)
+def test_run_goes_on_past_its_old_end_without_losing_a_round(tmp_path: Path) -> None:
+    """The end is doubled in mid-run. The rounds around the old end are numbered without a gap, and none failed."""
+    steps, old_rounds = 20, 12
+    tokens_per_round = 2 * steps * TOKENS_PER_STEP
+    old_end = old_rounds * tokens_per_round
+    run = tiny(round={"min_peers": 2, "inner_steps": steps}, governance="founder", total_tokens=old_end)
+    slow = {"DILOCO_FAULTS": f"inner@*=rest:{REST_S}"}
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        founder = swarm.found(env=slow)
+        (second,) = swarm.join("second", env=slow)
+        founder.until_round(1)
+        steer(founder, "amend", f"total_tokens={2 * old_end}")
+        nodes = (founder, second)
+        for node in nodes:
+            status = node.until(lambda s: s["run"]["swarm_tokens"] >= 1.5 * old_end, PATIENCE * START_S)
+            assert status["run"]["total_tokens"] == 2 * old_end
+            records = node.rounds()
+            assert [record["round"] for record in records] == list(range(len(records) - 1, -1, -1))
+            assert {record["outcome"] for record in records[:-1]} == {"complete"}
+            gains = [newer["swarm_tokens"] - older["swarm_tokens"] for newer, older in pairwise(records)]
+            assert set(gains) == {tokens_per_round}
+        assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
+        for node in nodes:
+            assert node.wait_end(PATIENCE * START_S) == 0
+            assert "The run is complete" in node.said()
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("governance", ["fixed", "founder"])
+def test_run_goes_on_when_the_key_of_its_founder_is_lost(tmp_path: Path, governance: str) -> None:
+    run = tiny(round={"min_peers": 2}, governance=governance)
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        founder = swarm.found()
+        second, third = swarm.join("second", "third")
+        last = founder.until_round(1)["run"]["round"]
+        founder.process.kill() if founder.process else None
+        founder.wait_end(START_S)
+        (founder.folder / "identity.key").unlink()
+        status = second.until_round(last + 4, PATIENCE * START_S)
+        third.until_round(last + 4, PATIENCE * START_S)
+        assert status["phase"] in ("training", "syncing")
+        said = command("steer", "pause", "--data-dir", str(second.folder))
+        assert said[0] == 2 and ("may not amend this run" in said[2] or "Nobody may amend" in said[2]), said
+        # The founder's machine comes back with a new key, as another member.
+        founder.start()
+        back = founder.until_round(last + 6, PATIENCE * START_S)["run"]["round"]
+        second.until_round(back, PATIENCE * START_S)
+        same = common_rounds((founder, second))
+        assert same and all(len(digests) == 1 for digests in same.values())
