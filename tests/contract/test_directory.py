@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from hivemind.utils.serializer import MSGPackSerializer
 
 from node.errors import SwarmError
 from node.status import Channel
-from node.swarm.identity import Identity, new_identity
+from node.swarm.identity import new_identity
 from node.swarm.membership import directory
 from node.swarm.membership.directory import (
     DIRECTORY_KEY,
-    LISTING_LIFE_S,
-    MAX_LISTING_BYTES,
     ListedRun,
     Listing,
     RunDirectory,
@@ -30,7 +27,7 @@ from node.swarm.membership.directory import (
 )
 from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Host, HostPool, Swarm, wait_until
-from tests.unit.listings import listing_of
+from tests.unit.listings import BAD_KINDS, good_entry, listing_of, soon
 
 GOOD, BAD = 30, 20
 
@@ -39,10 +36,6 @@ GOOD, BAD = 30, 20
 def _over_libp2p(host_pool: HostPool) -> None:
     if host_pool.transport == "local":
         pytest.skip("the local transport has no DHT")
-
-
-def soon(seconds: float = 60.0) -> int:
-    return int(time.time() + seconds)
 
 
 def storage_of(host: Host) -> Any:
@@ -103,45 +96,11 @@ def list_once(host: Host, listing: Listing) -> bool:
     return host.do(RunLister(host.identity, wire.directory, lambda: listing, random.Random(1))._list_once())
 
 
-def good_entry(number: int) -> tuple[str, bytes, float]:
-    identity, expires_at = new_identity(), soon()
-    return identity.peer_id, sign_listing(identity, listing_of(f"run {number}"), expires_at), expires_at
-
-
-def forged(identity: Identity) -> tuple[str, bytes, float]:
-    """A listing that somebody else has signed."""
-    return identity.peer_id, sign_listing(new_identity(), listing_of("forged"), soon()), soon()
-
-
-def expired(identity: Identity) -> tuple[str, bytes, float]:
-    return identity.peer_id, sign_listing(identity, listing_of("expired"), soon(-5)), soon(-5)
-
-
-def kept_too_long(identity: Identity) -> tuple[str, bytes, float]:
-    late = soon(100 * LISTING_LIFE_S)
-    return identity.peer_id, sign_listing(identity, listing_of("kept too long"), late), late
-
-
-def oversized(identity: Identity) -> tuple[str, bytes, float]:
-    listing = listing_of("oversized", purpose="".join(chr(0x4E00 + 7 * i % 20_000) for i in range(2000)))
-    value = sign_listing(identity, listing, soon())
-    assert len(value) > MAX_LISTING_BYTES
-    return identity.peer_id, value, soon()
-
-
-def renewed(identity: Identity) -> tuple[str, bytes, float]:
-    """A copy of a listing, to be stored for longer than its signer wanted."""
-    return identity.peer_id, sign_listing(identity, listing_of("renewed"), soon(20)), soon(100)
-
-
-KINDS: list[Callable[[Identity], tuple[str, bytes, float]]] = [forged, expired, kept_too_long, oversized, renewed]
-
-
 def test_of_fifty_listings_only_the_thirty_good_ones_are_listed(peers: list[Host], tmp_path: Path) -> None:
     holder, bootstrap, sender = peers
     meet(sender, holder)
     good = [good_entry(number) for number in range(GOOD)]
-    bad = [KINDS[number % len(KINDS)](new_identity()) for number in range(BAD)]
+    bad = [BAD_KINDS[number % len(BAD_KINDS)](new_identity()) for number in range(BAD)]
     mixed = [entry for pair in zip(good, bad, strict=False) for entry in pair] + good[BAD:]
     assert len(mixed) == GOOD + BAD
     answers = [put(sender, holder, [entry])[0] for entry in mixed]
@@ -156,10 +115,10 @@ def test_a_holder_that_checks_nothing_hides_no_run(peers: list[Host], tmp_path: 
     meet(hostile, honest)
     put(bootstrap, honest, [good_entry(1)])
     key = DHTID.generate(DIRECTORY_KEY)
-    for kind in KINDS:
+    for kind in BAD_KINDS:
         signer, value, expiry = kind(new_identity())
         storage_of(hostile).store(key, MSGPackSerializer.dumps(value), max(expiry, soon()), subkey=signer)
-    assert stored_in(hostile) == len(KINDS)
+    assert stored_in(hostile) == len(BAD_KINDS)
     assert [run.manifest.run.name for run in read(bootstrap, tmp_path).runs] == ["run 1"]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,18 @@ import pytest
 
 from node.config.manifest import parse_invite
 from node.host.disk_quota import LEAST_BYTES
+from node.swarm.identity import new_identity
 from tests.swarm.conftest import Figures
-from tests.swarm.harness import START_S, Node, Swarm, command, tiny, wait_for
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, command, tiny, wait_for
+from tests.unit.listings import BAD_KINDS, Entry, good_entry
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p import PeerID
+    from hivemind.utils.serializer import MSGPackSerializer
+
+    from node.swarm.membership.directory import DIRECTORY_KEY, open_reader
 
 ANY_S = 60.0
 
@@ -64,6 +77,49 @@ def test_any_joins_the_largest_listed_run_that_fits_and_trains_within_a_minute(
         founder.until(lambda s: s["peers"]["training"] == 2, START_S)
         assert node.stop() == 0
         assert node.start("--any").until_training()["run"]["name"] == "larger", "it continues without the directory"
+
+
+def fill_directory(bootstrap: str, folder: Path, entries: Sequence[Entry]) -> int:
+    """Send entries to the bootstrap peer, as any program can. Returns the number that it has taken."""
+
+    async def store() -> int:
+        async with open_reader(folder) as reader:
+            await reader.read([bootstrap])
+            protocol, key = reader._wire.directory._node.protocol, DHTID.generate(DIRECTORY_KEY)
+            holder = PeerID.from_base58(bootstrap.rpartition("/p2p/")[2])
+            taken = 0
+            for signer, value, expires_at in entries:
+                packed = MSGPackSerializer.dumps(value)
+                taken += sum(await protocol.call_store(holder, [key], [packed], [expires_at], [signer]))
+            return taken
+
+    folder.mkdir()
+    return asyncio.run(store())
+
+
+@pytest.mark.timeout(400)
+def test_any_finds_the_run_that_answers_among_fifty_listings_and_trains_within_a_minute(
+    tmp_path: Path, figures: Figures
+) -> None:
+    """29 larger runs do not answer, and 20 listings are forged, expired, kept too long, oversized or renewed."""
+    silent, bad = 29, 20
+    with Swarm(tmp_path / "swarm", tiny(name="alive")) as swarm:
+        founder = swarm.found("--swarm.list_run=true")
+        founder.until_training()
+        founder.calm()
+        bootstrap = parse_invite(founder.invite()).addresses[0]
+        entries = [good_entry(number, model={"hidden_size": 64}) for number in range(silent)]
+        entries += [BAD_KINDS[number % len(BAD_KINDS)](new_identity()) for number in range(bad)]
+        listed(bootstrap, tmp_path, 1)
+        assert fill_directory(bootstrap, tmp_path / "others", entries) == silent
+        names = {run["name"] for run in listed(bootstrap, tmp_path, silent + 1)}
+        assert names == {"alive", *(f"run {number}" for number in range(silent))}
+        node = swarm.node("stranger")
+        node.preset = None
+        began_s = time.monotonic()
+        node.start("--any", "--bootstrap", bootstrap)
+        assert node.until_training(ANY_S * PATIENCE)["run"]["name"] == "alive"
+        figures.hold("run --any among 50 listings to the first inner step", time.monotonic() - began_s, ANY_S)
 
 
 @pytest.mark.timeout(200)
