@@ -104,6 +104,10 @@ GOVERNANCE = GovernanceInfo(
         ),
     ),
 )
+ADAS_LINE = RankedOwner(
+    rank=1, name="Ada", key="12D3KooW...", team="Blue Team", machines=2, tokens=1_000_000, share_ratio=0.83,
+    rounds=12, first_round=0, last_round=11, streak=12,
+)
 PUBLIC_RUN = PublicRun(
     name="a run", purpose="To see how far ten laptops get.", manifest_hash="8f" * 32,
     model="llama, 4 layers of width 128", parameters=1_000_000, data=("builtin:python-stdlib",), tokenizer="bytes",
@@ -119,12 +123,8 @@ PUBLIC_RUN = PublicRun(
             last_round=11, streak=12, owner="12D3KooW...",
         ),
     ),
-    owners=(
-        RankedOwner(
-            rank=1, name="Ada", key="12D3KooW...", team="Blue Team", machines=2, tokens=1_000_000, share_ratio=0.83,
-            rounds=12, first_round=0, last_round=11, streak=12,
-        ),
-    ),
+    owners=(ADAS_LINE,),
+    streaks=(ADAS_LINE,),
     teams=(RankedTeam(rank=1, name="Blue Team", owners=1, machines=2, tokens=1_000_000, share_ratio=0.83),),
     credit_round=11, rounds=(PublicRound(number=11, at="2026-11-22T09:58:00Z", members=2, tokens=98_304, loss=2.31),),
     samples=(PublicSample(number=10, prompt="def main(", text="argv):\n    return 0"),),

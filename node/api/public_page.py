@@ -197,7 +197,16 @@ def _leaders(run: PublicRun) -> str:
             "part of the model's state. Each can prove its own line with <code>diloco-node certificate</code>. Names "
             "and teams are chosen by the owners, with <code>diloco-node owner</code>.</p>"
         )
-    return f'<section class="card"><h2>Who gave how much</h2>{body}</section>{_teams(run)}'
+    return f'<section class="card"><h2>Who gave how much</h2>{body}</section>{_streaks(run)}{_teams(run)}'
+
+
+def _streaks(run: PublicRun) -> str:
+    if not run.streaks:
+        return ""
+    rows = ([escape(owner.name), escape(owner.team), f"{owner.streak:,}", short(owner.tokens)] for owner in run.streaks)
+    heads = ("Name", "Team", "Rounds in a row", "Tokens")
+    table = _table("Longest streaks", heads, ("name", "name", "number", "number"), rows)
+    return f'<section class="card"><h2>Longest streaks</h2>{table}</section>'
 
 
 def _teams(run: PublicRun) -> str:

@@ -22,7 +22,7 @@ from node.status import Outcome, Phase, RoundRecord, Sample, TaskScore, Value, r
 
 logger = logging.getLogger(__name__)
 
-ROUNDS_SHOWN, LEADERS_SHOWN, MEMBERS_SHOWN = 20, 100, 200
+ROUNDS_SHOWN, LEADERS_SHOWN, STREAKS_SHOWN, MEMBERS_SHOWN = 20, 100, 10, 200
 LONGEST_FORECAST_S = 10 * 365 * 86400.0
 """An end that is further away is not forecast."""
 RATE_ROUNDS = 20
@@ -100,6 +100,8 @@ class PublicRun(Value):
     """By machine."""
     owners: tuple[RankedOwner, ...] = ()
     """By owner. A machine that has joined no owner is an owner of its own."""
+    streaks: tuple[RankedOwner, ...] = ()
+    """The owners who are in the most rounds in a row up to `credit_round`, the longest first."""
     teams: tuple[RankedTeam, ...] = ()
     credit_round: int | None = None
     """The last round that the leaderboard includes."""
@@ -231,6 +233,7 @@ def make_public_run(
         members_ever=len(credit["table"]) if credit is not None else 0,
         leaders=ranking.members[:LEADERS_SHOWN],
         owners=ranking.owners[:LEADERS_SHOWN],
+        streaks=_longest_streaks(ranking.owners),
         teams=ranking.teams[:LEADERS_SHOWN],
         credit_round=credit["round"] if credit is not None else None,
         rounds=tuple(_round(*pair) for pair in zip_longest(done, done[1:]))[:ROUNDS_SHOWN],
@@ -239,6 +242,12 @@ def make_public_run(
         samples=_chosen_samples(samples),
         invite=invite,
     )
+
+
+def _longest_streaks(owners: Sequence[RankedOwner]) -> tuple[RankedOwner, ...]:
+    """Owners, who come by rank, with the longest streaks first; of equal streaks the one with the most tokens."""
+    present = [owner for owner in owners if owner.streak]
+    return tuple(sorted(present, key=lambda owner: -owner.streak)[:STREAKS_SHOWN])
 
 
 def _losses(done: Sequence[RoundRecord]) -> tuple[LossPoint, ...]:

@@ -131,13 +131,14 @@ def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> N
         ("node C", 300, 1), ("Zoë", 200, 2), (EVIL, 100, 3),
     ]  # fmt: skip
     assert [one["streak"] for one in run["leaders"]] == [0, 0, 3]
+    assert [(one["name"], one["streak"]) for one in run["streaks"]] == [(EVIL, 3)], "the others missed round 3"
     assert sum(one["share_ratio"] for one in run["leaders"]) == pytest.approx(1.0)
     assert [(one["number"], one["tokens"]) for one in run["rounds"]] == [(3, 1000), (2, 1000), (1, 1000), (0, 1000)]
     assert [one["members"] for one in run["rounds"]] == [2] * 4
     assert [one["loss"] for one in run["losses"]] == [4.0, 3.5, 3.0, 2.5]
     assert [member["name"] for member in run["members"]] == [EVIL], "a paused node is not here"
     page = client(node, public=True).get("/public/").text
-    for text in ("40.0 %", "<h2>Take part</h2>", "It went from 4.000 to 2.500", "Because."):
+    for text in ("40.0 %", "<h2>Take part</h2>", "<h2>Longest streaks</h2>", "It went from 4.000 to 2.500", "Because."):
         assert text in page
 
 

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, BrowserContext, Dialog, Page, ViewportS
 
 from node.api.leaderboard import RankedMember, RankedOwner, RankedTeam
 from node.api.public_page import STYLE, render
-from node.api.public_run import LossPoint, PublicMember, PublicRound, PublicRun, PublicSample
+from node.api.public_run import STREAKS_SHOWN, LossPoint, PublicMember, PublicRound, PublicRun, PublicSample
 from tests.browser.harness import AXE, RESULTS
 
 MOST_COMPRESSED_BYTES = 150_000
@@ -28,6 +28,10 @@ def large_run() -> PublicRun:
     names = [EVIL, "w" * 64, *(f"machine {number}" for number in range(LEADERS - 2))]
     keys = [f"12D3KooW{number:044}" for number in range(LEADERS)]
     machines, tokens = list(zip(names, keys, strict=True)), [10**9 - 10**6 * rank for rank in range(LEADERS)]
+    owners = tuple(
+        RankedOwner(rank=rank + 1, name=name, key=key, team=EVIL, machines=1, tokens=tokens[rank], **given)
+        for rank, (name, key) in enumerate(machines)
+    )
     return PublicRun(
         name=EVIL,
         purpose="To see how far the laptops of one street get.",
@@ -52,10 +56,8 @@ def large_run() -> PublicRun:
             RankedMember(rank=rank + 1, name=name, key=key, tokens=tokens[rank], **given)
             for rank, (name, key) in enumerate(machines)
         ),
-        owners=tuple(
-            RankedOwner(rank=rank + 1, name=name, key=key, team=EVIL, machines=1, tokens=tokens[rank], **given)
-            for rank, (name, key) in enumerate(machines)
-        ),
+        owners=owners,
+        streaks=owners[:STREAKS_SHOWN],
         teams=(RankedTeam(rank=1, name=EVIL, owners=100, machines=100, tokens=10**9, share_ratio=1.0),),
         credit_round=998,
         rounds=tuple(

@@ -256,6 +256,7 @@ export interface PublicRun {
   members_ever: number;
   leaders: RankedMember[];
   owners: RankedOwner[];
+  streaks: RankedOwner[];
   teams: RankedTeam[];
   credit_round: number | null;
   rounds: PublicRound[];
