@@ -26,6 +26,11 @@ The message of an error is one sentence for a person and names the remedy. `code
 from __future__ import annotations
 
 
+def cause_of(error: BaseException) -> str:
+    """The text of an exception, or the name of its class if it has no text. Messages quote it in brackets."""
+    return str(error) or type(error).__name__
+
+
 class NodeError(Exception):
     """The root of the tree. The command line prints `str(error)` without a traceback."""
 

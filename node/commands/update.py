@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from node.commands.release_file import SIZE_MAX_BYTES, Release, read_release
 from node.config.manifest import PROTOCOL_VERSION
-from node.errors import MachineError, ReleaseError, UsageError
+from node.errors import MachineError, ReleaseError, UsageError, cause_of
 from node.host.printable import printable
 
 SOURCE = Path(__file__).with_name("release.toml")
@@ -136,5 +136,5 @@ def _read(url: str, limit_bytes: int) -> bytes:
             return bytes(answer.read(limit_bytes + 1))
     except (OSError, HTTPException, ValueError) as exc:
         raise ReleaseError(
-            f"{url} cannot be read ({exc}): check the address and try again.", code="no_release"
+            f"{url} cannot be read ({cause_of(exc)}): check the address and try again.", code="no_release"
         ) from exc

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from node.config.schema import ApiConfig
-from node.errors import MachineError, UsageError
+from node.errors import MachineError, UsageError, cause_of
 from node.host.ports import IN_USE, PortFile, candidates
 from node.status import Notice
 
@@ -76,7 +76,7 @@ def load_tls(cert: str, key: str) -> Tls | None:
         ssl.PEM_cert_to_DER_cert(own)
     except (ssl.SSLError, ValueError) as exc:
         raise UsageError(
-            f"api.tls_cert {cert_file} and api.tls_key {key_file} cannot be used ({exc}): give a PEM file "
+            f"api.tls_cert {cert_file} and api.tls_key {key_file} cannot be used ({cause_of(exc)}): give a PEM file "
             "with the node's own certificate first, and its key without a password."
         ) from exc
     return Tls(cert_file, key_file, own)
@@ -165,7 +165,7 @@ def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX, flags:
         family, kind, protocol, _name, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = _LimitedListener(family, kind, protocol, connections_max)
     except OSError as exc:
-        raise UsageError(f"The API address {host} is not usable ({exc}): set {flags}host 127.0.0.1.") from exc
+        raise UsageError(f"The API address {host} is not usable ({cause_of(exc)}): set {flags}host 127.0.0.1.") from exc
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)

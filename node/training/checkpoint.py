@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from node.errors import MachineError, ProtocolError
+from node.errors import MachineError, ProtocolError, cause_of
 from node.host.disk_quota import META_BYTES, Room, any_room
 from node.host.files import sync_folder
 from node.training.tensorfile import read_tensors, write_tensors
@@ -342,7 +342,9 @@ def read_outer(folder: Path) -> Checkpoint:
     try:
         return _read(folder, with_local=False)
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise MachineError(f"The outer state in {folder} is damaged ({exc}): remove the folder.", code="disk") from exc
+        raise MachineError(
+            f"The outer state in {folder} is damaged ({cause_of(exc)}): remove the folder.", code="disk"
+        ) from exc
 
 
 def _link_or_copy(path: Path, target: Path) -> None:

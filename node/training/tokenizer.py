@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from node.errors import ConfigError, MachineError
+from node.errors import ConfigError, MachineError, cause_of
 from node.training.hub import is_on_hub, split_name, translate_errors
 
 BEGIN = 256
@@ -100,7 +100,7 @@ class FastTokenizer:
         try:
             text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as exc:  # the template is foreign, so it may fail in any way
-            raise ValueError(f"the tokenizer's chat template refuses these messages ({exc})") from exc
+            raise ValueError(f"the tokenizer's chat template refuses these messages ({cause_of(exc)})") from exc
         return self.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:

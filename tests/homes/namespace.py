@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -14,7 +13,11 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+import psutil
+
 COMMAND_S = 20.0
+END_S = 5.0
+"""Timeout for the end of killed processes."""
 CLONE_NEWNET = 0x40000000
 NAMES = Path("/run/netns")
 NETLINK_NETFILTER = 12
@@ -46,10 +49,13 @@ def add(namespace: str) -> None:
 def delete(namespace: str) -> None:
     """Kill the processes that still run in the namespace by their ids, and remove the namespace with its interfaces."""
     with suppress(subprocess.SubprocessError):
+        killed = []
         for word in run("ip", "netns", "pids", namespace).split():
             if int(word) != os.getpid():
-                with suppress(ProcessLookupError):
-                    os.kill(int(word), signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess):
+                    killed.append(psutil.Process(int(word)))
+                    killed[-1].kill()
+        psutil.wait_procs(killed, END_S)
     with suppress(subprocess.SubprocessError):
         run("ip", "netns", "delete", namespace)
 

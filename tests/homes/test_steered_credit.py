@@ -96,3 +96,4 @@ def test_credit_stays_one_table_through_a_split_a_pause_of_ten_rounds_and_a_roll
         assert_one_table(nodes, "the rollback")
         same = common_rounds(nodes)
         assert same and all(len(digests) == 1 for digests in same.values())
+        assert [node.stop() for node in nodes] == [0] * len(nodes)

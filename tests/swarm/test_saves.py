@@ -141,3 +141,18 @@ def start_until(node: Node, number: int) -> dict[str, Any]:
     node.start("--checkpoint.every_s=3600", env=env)
     wait_for(lambda: node.said().count(said) > before, PATIENCE * START_S, f"no round {number}")
     return node.until(lambda s: s["run"]["round"] == number, PATIENCE * START_S)
+
+
+@pytest.mark.timeout(200)
+def test_only_the_owner_can_read_what_a_node_and_its_worker_write(tmp_path: Path) -> None:
+    with Swarm(tmp_path / "swarm") as swarm:
+        node = swarm.node("founder")
+        node.program = "node.cli"  # A forked worker would have the umask of the fork server.
+        node.start("--checkpoint.every_s=0.5").until_round(3)
+        assert node.stop() == 0 and node.checkpoints()
+        open_to_others = [
+            str(path.relative_to(node.folder))
+            for path in (node.folder, *node.folder.rglob("*"))
+            if not path.is_symlink() and path.stat().st_mode & 0o077
+        ]
+        assert open_to_others == []

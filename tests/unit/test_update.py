@@ -7,6 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -173,6 +174,15 @@ def test_only_https_and_files_are_read(url: str) -> None:
 def test_missing_release_file_is_an_error_with_its_address(tmp_path: Path) -> None:
     with pytest.raises(ReleaseError, match=r"gone\.json cannot be read"):
         check(ReleaseSource(str(tmp_path / "gone.json"), (public(KEY),)), "0.1.0", NOW)
+
+
+def test_address_that_does_not_answer_leaves_no_empty_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(urllib.request, "urlopen", fail)
+    with pytest.raises(ReleaseError, match=r"release\.json cannot be read \(TimeoutError\):"):
+        check(ReleaseSource("https://example.org/release.json", (public(KEY),)), "0.1.0", NOW)
 
 
 # The command
