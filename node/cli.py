@@ -412,27 +412,29 @@ def _status(call: Call) -> int:
     if call.args.json:
         print(json.dumps(client.status(), indent=2, ensure_ascii=False))
         return 0
+    from rich.console import Console
+    from rich.text import Text
+
     from node.commands.terminal import dashboard_link, describe
     from node.status import Status
 
-    def text() -> str:
+    def text() -> Text:
         status = Status.model_validate(client.status())
         return describe(status, dashboard_link(call.data_dir, pid=None, has_token=sys.stdout.isatty()))
 
     if not call.args.watch:
-        print(text())
+        Console(soft_wrap=True, highlight=False).print(text())
         return 0
     import time
 
     from rich.live import Live
-    from rich.text import Text
 
     first = text()
-    with Live(Text(first), auto_refresh=False) as live:
+    with Live(first, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(1.0)
-                live.update(Text(text()), refresh=True)
+                live.update(text(), refresh=True)
         except KeyboardInterrupt:
             return 0
 

@@ -209,8 +209,6 @@ def make_public_run(
     total = run.total_tokens or (manifest.run.total_tokens if manifest is not None else 0)
     left = max(0, total - run.swarm_tokens)
     is_complete = bool(total) and not left
-    is_near = rate is not None and 0 < left <= rate * LONGEST_FORECAST_S
-    ends_at = now + timedelta(seconds=left / rate) if rate and is_near else None
     return PublicRun(
         name=run.name or (manifest.run.name if manifest is not None else ""),
         purpose=manifest.run.purpose if manifest is not None else "",
@@ -225,7 +223,7 @@ def make_public_run(
         tokens=run.swarm_tokens,
         total_tokens=total,
         progress_ratio=min(1.0, run.swarm_tokens / total) if total else 0.0,
-        ends_at=rfc3339(ends_at) if ends_at is not None else None,
+        ends_at=_end_at(now, left, rate),
         tokens_per_second=rate,
         loss=status.training.evaluation_loss,
         state_digest=run.state_digest,
@@ -242,6 +240,12 @@ def make_public_run(
         samples=_chosen_samples(samples),
         invite=invite,
     )
+
+
+def _end_at(now: datetime, tokens_left: int, tokens_per_second: float | None) -> str | None:
+    if not tokens_per_second or not 0 < tokens_left <= tokens_per_second * LONGEST_FORECAST_S:
+        return None
+    return rfc3339(now + timedelta(seconds=tokens_left / tokens_per_second))
 
 
 def _longest_streaks(owners: Sequence[RankedOwner]) -> tuple[RankedOwner, ...]:

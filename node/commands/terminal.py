@@ -131,8 +131,8 @@ def short_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def describe(status: Status, link: str = "") -> str:
-    """Return the full status as lines of text. `link` is the dashboard's."""
+def describe(status: Status, link: str = "") -> Text:
+    """Return the full status as lines of text, in color on a terminal. `link` is the dashboard's."""
     run, training, peers, contribution = status.run, status.training, status.peers, status.contribution
     losses = (("training", training.loss), ("evaluation", training.evaluation_loss))
     reachability = "not tested yet" if status.reachability_code in ("not_tested", "disputed") else status.reachability
@@ -165,8 +165,11 @@ def describe(status: Status, link: str = "") -> str:
     if status.compute_utilization_ratio is not None:
         rows.append(("computing", f"{status.compute_utilization_ratio:.1%} of the last round's time"))
     rows += [("notice", notice.text) for notice in status.notices]
-    head = f"{status.phase.value} since {status.since}: {status.reason}"
-    return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
+    head = Text.assemble((status.phase.value, COLORS.get(status.phase, "")), f" since {status.since}: {status.reason}")
+    named = (
+        Text.assemble((f"  {name:<10} ", "dim"), (text, "yellow" if name == "notice" else "")) for name, text in rows
+    )
+    return Text("\n").join([head, *named])
 
 
 def _publication_line(publication: PublicationInfo) -> str:

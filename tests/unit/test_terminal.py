@@ -46,19 +46,19 @@ def test_live_line_shows_round_sync_loss_and_speed_while_training() -> None:
 def test_status_text_counts_seconds_if_the_round_ends_by_the_clock() -> None:
     training = TrainingInfo(inner_step=32, inner_steps=20)
     status = make_status().model_copy(update={"training": training, "sync": SyncInfo(progress_ratio=0.5)})
-    assert "inner step 32 of 20" in describe(status)
+    assert "inner step 32 of 20" in describe(status).plain
     by_clock = status.model_copy(update={"sync": SyncInfo(progress_ratio=0.5, round_s=130.0)})
-    assert "1 min 05 s of this round's 2 min 10 s" in describe(by_clock)
-    assert "inner step" not in describe(by_clock)
+    assert "1 min 05 s of this round's 2 min 10 s" in describe(by_clock).plain
+    assert "inner step" not in describe(by_clock).plain
 
 
 def test_status_text_shows_traffic_and_electricity_of_the_month() -> None:
     month = MonthUsage(month="2026-11", sent_bytes=30_000_000_000, received_bytes=31_000_000_000)
     status = make_status().model_copy(update={"month": month})
-    assert re.search(r"month +61\.0 GB of traffic$", describe(status), re.MULTILINE)
+    assert re.search(r"month +61\.0 GB of traffic$", describe(status).plain, re.MULTILINE)
     more = {"limit_bytes": 200_000_000_000, "measured_joules": 3.6e6, "estimated_joules": 1.8e6}
     status = status.model_copy(update={"month": month.model_copy(update=more)})
-    assert "61.0 of 200.0 GB of traffic, 1.50 kWh of electricity (partly estimated)" in describe(status)
+    assert "61.0 of 200.0 GB of traffic, 1.50 kWh of electricity (partly estimated)" in describe(status).plain
 
 
 @pytest.mark.parametrize("width", [20, 60, 120])
@@ -106,14 +106,14 @@ def test_an_invite_is_printed_again_when_it_works_from_a_wider_network(tmp_path:
 def test_status_text_shows_reachability_and_its_reason(code: str) -> None:
     reachability = "direct" if code == "reached" else "none"
     update = {"reachability": reachability, "reachability_code": code, "reachability_reason": "At 1.2.3.4:5."}
-    text = describe(make_status().model_copy(update=update))
+    text = describe(make_status().model_copy(update=update)).plain
     assert f"reachable: {'not tested yet' if code == 'not_tested' else reachability}" in text
     assert "At 1.2.3.4:5." in text
 
 
 def test_status_text_says_at_first_that_reachability_is_not_tested_yet() -> None:
     assert Report().reachability_code == "not_tested"
-    assert "reachable: not tested yet" in describe(make_status())
+    assert "reachable: not tested yet" in describe(make_status()).plain
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,17 @@ def test_table_of_peers_fits_into_80_columns_with_the_whole_name() -> None:
 
 def test_status_names_the_memory_limit_of_a_container() -> None:
     status = make_status()
-    assert "memory" not in describe(status)
+    assert "memory" not in describe(status).plain
     limited = status.model_copy(update={"node": status.node.model_copy(update={"memory_limit_bytes": 536_870_912})})
     assert "memory     at most 0.537 GB: its container's limit" in describe(limited)
+
+
+@pytest.mark.parametrize(("is_terminal", "start"), [(True, "\x1b[1;31merror\x1b[0m since"), (False, "error since")])
+def test_status_is_in_color_on_a_terminal_only(is_terminal: bool, start: str) -> None:
+    out = io.StringIO()
+    system = "standard" if is_terminal else "auto"
+    console = Console(file=out, force_terminal=is_terminal, color_system=system, soft_wrap=True, highlight=False)
+    console.print(describe(make_status(Phase.ERROR, reason="[white]Broken.[/]")))
+    text = out.getvalue()
+    assert text.startswith(start) and "[white]Broken.[/]" in text
+    assert ("\x1b" in text) == is_terminal
