@@ -176,6 +176,28 @@ def test_gguf_holds_the_tensors_as_llama_cpp_expects_them(tmp_path: Path) -> Non
         assert np.array_equal(tensor.data, expected.numpy() if is_vector else expected.half().numpy()), theirs
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_gguf_as_transformers_reads_it_has_the_logits_of_the_node(tmp_path: Path, tied: bool) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    run = run_of(tie_word_embeddings=tied)
+    _, anchor, _ = make_trained(tmp_path / "node", run)
+    assert export(tmp_path / "node", tmp_path / "out", "--gguf") == 0
+    own = build_model(run.model, seed=0)
+    load_flat_(own, anchor)
+    loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
+    found = load_gguf_checkpoint(str(tmp_path / "out" / GGUF_FILE), return_tensors=True, model_to_load=loaded)
+    left = loaded.load_state_dict(found["tensors"], strict=False)
+    assert left.unexpected_keys == [] and set(left.missing_keys) <= ({"lm_head.weight"} if tied else set())
+    batch = torch.randint(SHAPE["vocab_size"], (4, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = forward(own, batch)
+        difference = loaded.float()(input_ids=batch).logits - logits
+    assert difference.abs().max() < 1e-3 < logits.abs().max() / 10
+
+
 def neighbouring(matrix: torch.Tensor, heads: int) -> torch.Tensor:
     """Row i and row i + D / 2 of each head of D rows, side by side."""
     rows = []
