@@ -69,7 +69,7 @@ help:
 	@echo "make dashboard                     build the page into node/api/static"
 	@echo "make wheel                         build the package: dist/*.whl"
 	@echo "make image TARGET=cpu              build the container image: cpu, cuda or rocm"
-	@echo "make sbom                          list the contents of the image, with licences"
+	@echo "make sbom                          list the packages in the image, with licences (SPDX)"
 	@echo "make lock                          write the lock files again after a change of pyproject.toml"
 	@echo "make clean                         remove everything that was built"
 
@@ -160,8 +160,8 @@ image:
 
 sbom:
 	@mkdir -p dist
-	@$(DOCKER) run --rm --interactive --network none --entrypoint python3 $(IMAGE) - < docker/sbom.py > dist/sbom-$(TARGET).tsv
-	@wc -l dist/sbom-$(TARGET).tsv
+	@$(DOCKER) run --rm --interactive --network none --entrypoint python3 $(IMAGE) - < docker/sbom.py > dist/sbom-$(TARGET).spdx.json
+	@echo "dist/sbom-$(TARGET).spdx.json lists $$(grep -c '"SPDXID": "SPDXRef-Package' dist/sbom-$(TARGET).spdx.json) packages"
 
 # ARGS="-m ''" covers the slow tests as well.
 coverage: $(DEV_SET_UP) $(DASHBOARD)

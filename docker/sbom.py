@@ -1,16 +1,22 @@
-"""Prints the installed packages as tab-separated lines: kind, name, version, licence. Used by `make sbom`.
+"""Prints the installed packages, with their licences, as a document of SPDX 2.3 in JSON. Used by `make sbom`.
 
 Runs inside the image from standard input, with the standard library only. Python packages are read from their metadata,
-Debian packages from dpkg and their copyright files.
+Debian packages from dpkg and their copyright files. Many state their licence as a text, not as an expression of SPDX.
+So it is in the field `licenseComments`, and `licenseDeclared` makes no assertion.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+import uuid
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 UNKNOWN = "unknown"
 DEBIAN_FORMAT = "${Package}\t${Version}\n"
@@ -76,5 +82,48 @@ def rows() -> list[tuple[str, str, str, str]]:
     return sorted(found)  # type: ignore[arg-type]
 
 
+PURL_TYPES = {"debian": "deb/debian", "python": "pypi"}
+
+
+def spdx_package(number: int, kind: str, name: str, version: str, licence: str) -> dict[str, Any]:
+    """The `packages` entry (SPDX 2.3, section 7). Its package URL names a package of Debian or PyPI."""
+    package: dict[str, Any] = {
+        "SPDXID": f"SPDXRef-Package-{number}",
+        "name": name,
+        "versionInfo": version,
+        "downloadLocation": "NOASSERTION",
+        "filesAnalyzed": False,
+        "licenseConcluded": "NOASSERTION",
+        "licenseDeclared": "NOASSERTION",
+        "licenseComments": licence,
+        "copyrightText": "NOASSERTION",
+        "comment": kind,
+    }
+    if kind in PURL_TYPES:
+        normal = re.sub(r"[-_.]+", "-", name).lower() if kind == "python" else name
+        url = f"pkg:{PURL_TYPES[kind]}/{quote(normal)}@{quote(version, safe='')}"
+        package["externalRefs"] = [
+            {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": url}
+        ]
+    return package
+
+
+def document() -> dict[str, Any]:
+    packages = [spdx_package(number, *row) for number, row in enumerate(rows(), 1)]
+    return {
+        "spdxVersion": "SPDX-2.3",
+        "dataLicense": "CC0-1.0",
+        "SPDXID": "SPDXRef-DOCUMENT",
+        "name": "diloco-node image",
+        "documentNamespace": f"urn:uuid:{uuid.uuid4()}",
+        "creationInfo": {
+            "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "creators": ["Tool: diloco-node docker/sbom.py"],
+        },
+        "packages": packages,
+        "documentDescribes": [package["SPDXID"] for package in packages],
+    }
+
+
 if __name__ == "__main__":
-    sys.stdout.write("kind\tname\tversion\tlicence\n" + "".join("\t".join(row) + "\n" for row in rows()))
+    json.dump(document(), sys.stdout, indent=1)
