@@ -36,9 +36,10 @@ OPTIONS_OF_KEYS = {
 """Options that are short for settings."""
 EPILOG = """\
 Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
---section.key VALUE; later ones in this list override earlier ones. `diloco-node config` prints all keys.
+--section.key VALUE; later ones in this list override earlier ones, and values set on the dashboard override all.
+`diloco-node config` prints all keys.
 Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
-10 protocol version too old; 70 internal error."""
+10 the run speaks another protocol, or a newer version wrote the checkpoint; 70 internal error."""
 
 ANY_HELP = (
     "join a run of the directory: of the runs that this machine can train and that answer, the one with the most "
@@ -246,7 +247,9 @@ def _add_steer(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None
         "words", metavar="WORD", nargs="*", help="KEY=VALUE (amend), ROUND (rollback), or FILE (sign, submit)"
     )
     command.add_argument("--from-round", metavar="N", type=int, help="first round to which the change applies")
-    command.add_argument("--replace", metavar="NUMBER", type=int, help="replace this pending rollback")
+    command.add_argument(
+        "--replace", metavar="NUMBER", type=int, help="give this change the number of a pending rollback"
+    )
     command.add_argument("--key", metavar="FILE", type=Path, help="key file (default: the key of this node)")
     command.add_argument(
         "--out", metavar="FILE", type=Path, help="write the signed amendment to a file, and do not submit it"
@@ -455,11 +458,15 @@ def _runs(call: Call) -> int:
         return 0
     if found:
         Console(highlight=False).print(runs.describe_runs(found))
-        print("\n`diloco-node runs RUN` shows one of them with its invite; `diloco-node run --any` joins the first.")
+        print(
+            "\n`diloco-node runs RUN` shows one of them with its invite; `run --any` joins the first that fits and answers."
+        )
     else:
         print("No run is listed now. The nodes of a run list it with --swarm.list_run true.")
     if other_protocols:
-        print(f"Not shown: {other_protocols} of another protocol version. Another diloco-node can join them.")
+        print(
+            f"Not shown: {other_protocols} of another protocol. A version of diloco-node with that protocol can join."
+        )
     return 0
 
 

@@ -261,7 +261,7 @@ def _join(run: PublicRun) -> str:
     elif run.invite:
         body = (
             "<p>Install <code>diloco-node</code>, then copy this line into a terminal. You can pause or leave at any "
-            "time, and nothing of what you gave is lost.</p>"
+            "time, and your credit stays.</p>"
             '<pre tabindex="0" role="region" aria-label="The line to copy">'
             f"diloco-node run --join {escape(run.invite)}</pre>"
         )

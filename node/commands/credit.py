@@ -93,8 +93,8 @@ Gave        {entry.tokens:,} tokens in {entry.rounds:,} rounds, from round {entr
 Share       {share:.2%} of the {finding.tokens:,} tokens of the run up to round {finding.round}
 Signed      by {len(finding.signers)} of the {finding.contributors} contributors to round {finding.round}:
             {signers}
-This proves that these keys have signed it. Ask a member of the run whether they are its members, and whether
-its round {finding.round} has the head {finding.head}."""
+This proves that these keys have signed it. Ask a member of the run whether these keys belong to its
+members, and whether its round {finding.round} has the head {finding.head}."""
 
 
 def badge(finding: ProvenCredit) -> str:

@@ -150,7 +150,9 @@ def _check_clock() -> Finding:
     except (OSError, AttributeError):
         return Finding("warn", "clock", "This system does not tell whether its clock is synchronized: check it once.")
     if result < 0 or timex.status & STA_UNSYNC:
-        return Finding("warn", "clock", "The clock is not synchronized: turn on NTP, as peers accept at most 3 s.")
+        return Finding(
+            "warn", "clock", "The clock is not synchronized: turn on NTP, because peers accept clocks at most 3 s off."
+        )
     return Finding("ok", "clock", "Synchronized.")
 
 
@@ -158,10 +160,10 @@ def _check_container() -> Iterator[Finding]:
     """Name the limits of the container or service, which psutil and torch do not see."""
     limit, cores = memory_limit(), quota_cores()
     if limit is not None:
-        text = f"Its container or service limits memory to {limit}, of which {limit.free_bytes / 1e9:.3g} GB are free."
+        text = f"The container or service limits memory to {limit}, of which {limit.free_bytes / 1e9:.3g} GB are free."
         yield Finding("ok", "container", text)
     if cores is not None:
-        yield Finding("ok", "container", f"Its container or service limits the processor to {cores} cores.")
+        yield Finding("ok", "container", f"The container or service limits the processor to {cores} cores.")
 
 
 def _check_schedule(config: Config) -> Iterator[Finding]:

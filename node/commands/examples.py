@@ -87,7 +87,7 @@ If the run needs several signatures:
     "export": """\
   diloco-node export my-model             # config.json, model.safetensors, tokenizer, README.md, diloco.json
   diloco-node export my-model --gguf      # and model-f16.gguf
-  diloco-node verify my-model             # is it whole, and the state that it says?
+  diloco-node verify my-model             # are all files unchanged, and is the digest right?
 """,
     "site": """\
   diloco-node site /var/www/run           # again after each round, until Ctrl-C

@@ -118,7 +118,7 @@ def draft(
     if replaces is not None:
         old = known.get(replaces)
         if old is None or old.accepted_round is not None or not old.is_rollback or action == "rollback":
-            raise UsageError("--replace takes the number of a pending rollback, which no other rollback can replace.")
+            raise UsageError("--replace takes the number of a pending rollback, and works only with another action.")
     try:
         return Amendment(
             run=info.run,

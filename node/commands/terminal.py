@@ -136,10 +136,10 @@ def describe(status: Status, link: str = "") -> Text:
     run, training, peers, contribution = status.run, status.training, status.peers, status.contribution
     losses = (("training", training.loss), ("evaluation", training.evaluation_loss))
     reachability = "not tested yet" if status.reachability_code in ("not_tested", "disputed") else status.reachability
-    joined = f"{contribution.rounds_joined} of {contribution.rounds_attempted} rounds joined"
+    joined = f"merged in {contribution.rounds_joined} of {contribution.rounds_attempted} rounds with others"
     rows = [
         ("run", _run_line(run)),
-        ("round", f"{run.round}, the swarm is at round {run.swarm_round}"),
+        ("committed", f"{_round(run.round)} here, {_round(run.swarm_round)} in the swarm"),
         ("limits", _limits_line(status.limits)),
         ("dashboard", link or "not open yet"),
         ("node", f"{status.node.name or 'unnamed'}, version {status.node.version}, {status.node.data_dir}"),
@@ -170,6 +170,10 @@ def describe(status: Status, link: str = "") -> Text:
         Text.assemble((f"  {name:<10} ", "dim"), (text, "yellow" if name == "notice" else "")) for name, text in rows
     )
     return Text("\n").join([head, *named])
+
+
+def _round(number: int) -> str:
+    return f"round {number}" if number >= 0 else "nothing yet"
 
 
 def _publication_line(publication: PublicationInfo) -> str:

@@ -174,7 +174,7 @@ class _Receiver:
         try:
             self._waiting.put_nowait(message)
         except queue.Full:
-            logger.warning("A message to notify.%s is dropped, because others still wait for it.", self._name)
+            logger.warning("A message to notify.%s is dropped, because too many earlier ones still wait.", self._name)
 
     def _work(self) -> None:
         while True:

@@ -126,7 +126,14 @@ def test_help_names_every_command_and_exit_code() -> None:
     assert done.returncode == 0
     for command in COMMANDS:
         assert re.search(rf"\n    {command}\s", done.stdout)
-    for code in ("0 stopped", "2 bad usage", "3 this machine", "4 refused", "10 protocol", "70 internal error"):
+    for code in (
+        "0 stopped",
+        "2 bad usage",
+        "3 this machine",
+        "4 refused",
+        "10 the run speaks another protocol",
+        "70 internal error",
+    ):
         assert code in done.stdout.replace("\n", " ")
 
 

@@ -136,7 +136,7 @@ def test_doctor_names_the_limits_of_its_container(doctor: Doctor, monkeypatch: p
         monkeypatch.setattr(module, "memory_limit", lambda: limit)
     monkeypatch.setattr(doctor_module, "quota_cores", lambda: 2)
     code, lines = doctor()
-    container, processor = lines_with(lines, "Its container or service limits")
+    container, processor = lines_with(lines, "The container or service limits")
     assert container.startswith("ok") and "memory to 0.537 GB (memory.limit_in_bytes)" in container
     assert "0.0336 GB are free" in container and "2 cores" in processor
     (fault,) = lines_with(lines, "fault")

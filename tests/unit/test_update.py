@@ -79,7 +79,7 @@ def test_same_version_is_the_newest(tmp_path: Path) -> None:
 
 def test_release_of_another_protocol_says_what_that_means(tmp_path: Path) -> None:
     found = check(source(tmp_path, release(protocol=4)), "0.1.0", NOW)
-    assert "It speaks protocol 4, this program 3" in str(found)
+    assert "It speaks protocol 4, and this program speaks protocol 3" in str(found)
 
 
 def test_old_release_is_refused(tmp_path: Path) -> None:

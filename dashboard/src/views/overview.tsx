@@ -108,7 +108,7 @@ function RelaySection({ status }: { status: Status }) {
   return (
     <Section title="Relayed" id="relayed">
       <dl class="ledger">
-        <Fact label="Round">{run.swarm_round < 0 ? NONE : run.swarm_round}</Fact>
+        <Fact label="Newest round">{run.swarm_round < 0 ? NONE : run.swarm_round}</Fact>
         <Fact label="Training">{many(peers.training, "member")}</Fact>
         <Fact label="Relayed">{bytes(contribution.bytes_relayed ?? 0)}</Fact>
         <Fact label="Sent">{bytes(contribution.bytes_sent)}</Fact>

@@ -99,7 +99,7 @@ function Who({ who, longest }: { who: Participants; longest: number }) {
   return (
     <div class="who" aria-hidden="true">
       {who.crowded ? (
-        <span>in, of</span>
+        <span>included, all</span>
       ) : (
         who.peers.map(({ peer_id, name }) => (
           <span key={peer_id}>
@@ -241,7 +241,7 @@ function Detail({ record }: { record: RoundRecord }) {
           ))}
         </ul>
       )}
-      {away.length > 0 && <p class="quiet">Contributions that were left out are carried into the next rounds.</p>}
+      {away.length > 0 && <p class="quiet">A contribution that was left out is carried for up to two rounds, and then discarded.</p>}
     </div>
   );
 }

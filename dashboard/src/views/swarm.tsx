@@ -114,7 +114,7 @@ function Sums({ peers }: { peers: PeerRow[] | null }) {
       </Fact>
       <Fact label="Together">{peers ? tokensPerSecond(speed) : NONE}</Fact>
       <Fact label="Busy, mean">{percent(busy.length ? busy.reduce((a, b) => a + b, 0) / busy.length : null)}</Fact>
-      <Fact label="Round">{run && run.swarm_round >= 0 ? run.swarm_round : NONE}</Fact>
+      <Fact label="Newest round">{run && run.swarm_round >= 0 ? run.swarm_round : NONE}</Fact>
       <Fact
         label="Tokens seen"
         note={run?.total_tokens && run.swarm_tokens ? `${percent(run.swarm_tokens / run.total_tokens)} of ${count(run.total_tokens)}` : ""}
