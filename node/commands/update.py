@@ -66,8 +66,8 @@ class Update:
         lines = [f"Version {release.version} is available, of {release.released_at:%d %B %Y}."]
         if release.protocol != PROTOCOL_VERSION:
             lines.append(
-                f"It speaks protocol {release.protocol}, and this program speaks protocol {PROTOCOL_VERSION}, so the new "
-                "version cannot continue your run. Finish the run first, or update all members together."
+                f"It speaks protocol {release.protocol}, and this program speaks protocol {PROTOCOL_VERSION}, so the "
+                "new version cannot continue your run. Finish the run first, or update all members together."
             )
         return "\n".join([*lines, *(printable(line, LINE_LENGTH_MAX) for line in release.notes.splitlines())])
 

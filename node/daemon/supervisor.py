@@ -409,7 +409,9 @@ class Supervisor:
             self._forget_crashes()
             self._fail("worker_crashes", f"The worker crashed{often} ({cause}): repair the cause, then `resume`.")
             return
-        text = f"The worker crashed{often} ({cause}). It starts again. If it keeps crashing, look for the cause in the logs."
+        text = (
+            f"The worker crashed{often} ({cause}). It starts again. If it keeps crashing, see the logs for the cause."
+        )
         self._state.set_notice(CRASHED, Notice(code=CRASHED, text=text))
         backoff_s = timings.backoff_s[self._crashes - 1]
         if self._desired == "run":
