@@ -459,8 +459,8 @@ def _runs(call: Call) -> int:
     if found:
         Console(highlight=False).print(runs.describe_runs(found))
         print(
-            "\n`diloco-node runs RUN` shows one of them with its invite. `diloco-node run --any` joins the first that fits "
-            "and answers."
+            "\n`diloco-node runs RUN` shows one of them with its invite. `diloco-node run --any` joins the first "
+            "that fits and answers."
         )
     else:
         print("No run is listed now. The nodes of a run list it with --swarm.list_run true.")
