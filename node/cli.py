@@ -699,13 +699,14 @@ def _certificate(call: Call) -> int:
     from node.commands import credit
 
     certificate, finding = credit.certificate_of(call.data_dir)
-    if call.args.badge is not None:
-        _write_new(call.args.badge, credit.badge(finding))
-    if call.args.file is None:
-        print(certificate.model_dump_json())
-        return 0
-    _write_new(call.args.file, certificate.model_dump_json() + "\n")
-    print(credit.describe(finding))
+    texts = {call.args.badge: credit.badge(finding), call.args.file: certificate.model_dump_json() + "\n"}
+    for path in texts:
+        if path is not None and path.exists():
+            raise UsageError(f"{path} exists already: name a new file.")
+    for path, text in texts.items():
+        if path is not None:
+            _write_new(path, text)
+    print(certificate.model_dump_json() if call.args.file is None else credit.describe(finding))
     return 0
 
 

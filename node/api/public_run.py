@@ -18,7 +18,7 @@ from node.api.leaderboard import KnownOwner, RankedMember, RankedOwner, RankedTe
 from node.api.node_interface import View
 from node.config.manifest import Invite, Manifest, parse_invite, read_manifest
 from node.errors import NodeError
-from node.status import Outcome, Phase, RoundRecord, Sample, TaskScore, Value, rfc3339
+from node.status import TRAFFIC_LIMIT, Outcome, Phase, RoundRecord, Sample, TaskScore, Value, rfc3339
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +202,11 @@ def make_public_run(
 ) -> PublicRun:
     """Collect what the page shows. `credit`, `ranking`, `samples` and `invite` are the results of the others."""
     status, run = view.status, view.status.run
-    done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
+    done = _chain(view.rounds)
     model = manifest.run.model if manifest is not None else None
     data = manifest.run.data if manifest is not None else None
     rate = _tokens_per_second(done)
-    total = run.total_tokens or (manifest.run.total_tokens if manifest is not None else 0)
+    total = run.total_tokens or (manifest.run.total_tokens + manifest.rewound_tokens if manifest is not None else 0)
     left = max(0, total - run.swarm_tokens)
     is_complete = bool(total) and not left
     return PublicRun(
@@ -240,6 +240,18 @@ def make_public_run(
         samples=_chosen_samples(samples),
         invite=invite,
     )
+
+
+def _chain(records: Sequence[RoundRecord]) -> list[RoundRecord]:
+    """The committed rounds that still count, newest first. Takes all records, newest first."""
+    kept: dict[int, RoundRecord] = {}
+    for record in reversed(records):
+        if record.dropped:
+            for number in range(record.round - record.dropped + 1, record.round + 1):
+                kept.pop(number, None)
+        elif record.head and record.outcome is not Outcome.FAILED:
+            kept[record.round] = record
+    return [kept[number] for number in sorted(kept, reverse=True)]
 
 
 def _end_at(now: datetime, tokens_left: int, tokens_per_second: float | None) -> str | None:
@@ -327,7 +339,8 @@ def _tokens_per_second(done: Sequence[RoundRecord]) -> float | None:
         return None
     newest, oldest = recent[0], recent[-1]
     seconds = (_moment(newest) - _moment(oldest)).total_seconds()
-    return (newest.swarm_tokens - oldest.swarm_tokens) / seconds if seconds > 0 else None
+    tokens = newest.swarm_tokens - oldest.swarm_tokens
+    return tokens / seconds if seconds > 0 and tokens >= 0 else None
 
 
 def _moment(record: RoundRecord) -> datetime:
@@ -335,7 +348,7 @@ def _moment(record: RoundRecord) -> datetime:
 
 
 def _state(view: View) -> str:
-    if not view.alive or view.status.phase in UNSEEING_PHASES:
+    if not view.alive or view.status.phase in UNSEEING_PHASES or view.status.code == TRAFFIC_LIMIT:
         return "unknown"
     if any(row.phase in MEMBER_PHASES for row in view.swarm):
         return "training"

@@ -27,10 +27,12 @@ _REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<=://)[^\s/:\"'\[\]]+|(?<=://)\[[^\]]+\]"), ADDRESS),
     # A host name with a dot and a port; a line of a Python file (`work.py:31`) looks the same and stays.
     (
-        re.compile(r"(?<![\w.-])(?:[A-Za-z0-9-]{1,63}\.){1,10}[A-Za-z][A-Za-z0-9-]{1,62}(?<!\.py):[0-9]{1,5}(?![\w:])"),
+        re.compile(r"(?<![\w.-])(?:[A-Za-z0-9-]{1,63}\.){1,10}[A-Za-z][A-Za-z0-9-]{1,62}(?<!\.py):[0-9]{1,5}(?!\w)"),
         ADDRESS,
     ),
 )
+_IPV4_ADDRESS = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?::\d{1,5})?(?!\.?\d)")
+"""Also after a word and a colon, as in `peer:203.0.113.5`, and before a colon, as in the messages of Go."""
 _MAYBE_IP_ADDRESS = re.compile(r"(?<![\w.:])[0-9A-Fa-f]*[:.][0-9A-Fa-f:.]*[0-9A-Fa-f:](?![\w])")
 
 
@@ -60,7 +62,7 @@ class Redactor:
             text = text.replace(old, new)
         for pattern, replacement in _REPLACEMENTS:
             text = pattern.sub(replacement, text)
-        return _MAYBE_IP_ADDRESS.sub(_redact_address, text)
+        return _MAYBE_IP_ADDRESS.sub(_redact_address, _IPV4_ADDRESS.sub(ADDRESS, text))
 
 
 def _redact_address(match: re.Match[str]) -> str:

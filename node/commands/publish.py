@@ -9,7 +9,7 @@ from pathlib import Path
 from node.commands.export import newest, tokenizer_of
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
-from node.errors import UsageError
+from node.errors import DataFolderError, UsageError
 from node.publication.model_card import read_curve
 from node.publication.model_folder import write_model_folder
 from node.publication.stores import Superseded, open_store, revision_of
@@ -36,7 +36,12 @@ def publish_now(config: Config) -> str:
         if store.has(revision):
             return f"Round {checkpoint.round} is at {address} already, as {revision}."
         cache = config.node.data_dir / "cache"
-        cache.mkdir(exist_ok=True)
+        try:
+            cache.mkdir(exist_ok=True)
+        except OSError as exc:
+            raise DataFolderError(
+                f"{cache} cannot be used ({exc.strerror}): repair its permissions or remove it."
+            ) from exc
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             folder = Path(scratch) / revision
             write_model_folder(

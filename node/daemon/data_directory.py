@@ -291,15 +291,15 @@ def _lock(path: Path) -> int:
 def _load_token(path: Path) -> str:
     """Read the token, or generate one. No error message contains the token."""
     try:
-        token = path.read_text().strip()
+        token = path.read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
         token = ""
     if not token:
         token = secrets.token_urlsafe(32)
         write_whole(path, token + "\n")
-    if len(token) < TOKEN_LENGTH_MIN or not token.isascii():
+    if len(token) < TOKEN_LENGTH_MIN or not token.isascii() or not token.isprintable():
         raise DataFolderError(
-            f"The token in {path} is shorter than {TOKEN_LENGTH_MIN} ASCII characters: "
+            f"The token in {path} does not have at least {TOKEN_LENGTH_MIN} printable ASCII characters: "
             "remove the file, and the next start generates a strong one."
         )
     if path.stat().st_mode & 0o077:

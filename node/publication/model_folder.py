@@ -6,10 +6,11 @@ A publication also has the rest of the outer state, from which `run --from` foun
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
@@ -183,7 +184,11 @@ def _verified(folder: Path, cache: Path) -> tuple[ExportRecord, Manifest, Tensor
         Charter(manifest.hash, manifest.run).check_list(record.amendments.encode())
     except PeerError as exc:
         raise not_valid(folder, "its amendments are damaged") from exc
-    flat = load_pretrained(ModelConfig(start=str(folder.absolute())), cache)[1]
+    shape, flat = load_pretrained(ModelConfig(start=str(folder.absolute())), cache)
+    if _architecture(shape) != _architecture(manifest.run.model) or "auto_map" in json.loads(
+        (folder / "config.json").read_bytes()
+    ):
+        raise not_valid(folder, f"config.json describes another model than {MANIFEST_FILE}, or names code to load")
     if flat.numel() != record.parameters or _leaves_of(flat) != leaves[: len(leaf_bounds(flat.numel()))]:
         raise not_valid(folder, f"its parameters are not those of round {record.round}")
     if STATE_FILE in record.files:
@@ -199,6 +204,11 @@ def read_manifest_in(folder: Path) -> Manifest:
         return read_manifest((folder / MANIFEST_FILE).read_bytes())
     except (OSError, ManifestError) as exc:
         raise not_valid(folder, f"{MANIFEST_FILE} cannot be read") from exc
+
+
+def _architecture(model: ModelConfig) -> dict[str, Any]:
+    """What the logits depend on, besides the parameters. The default width of a head is written as a number."""
+    return {**model.model_dump(exclude={"start"}), "head_dim": model.head_width}
 
 
 def _leaves_of(flat: Tensor) -> Sequence[bytes]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from node.config.amendments import AcceptedAmendment, SignedAmendment, Terms, decode_list
+from node.config.amendments import AcceptedAmendment, SignedAmendment, Terms, decode_list, rewound_tokens
 from node.config.manifest import Manifest
 from node.status import (
     AmendmentInfo,
@@ -143,13 +143,18 @@ class Reporter:
                 "threshold": run.governance_threshold,
             }
         )
-        update = {"manifest_hash": manifest.hash, "name": run.name, "total_tokens": run.total_tokens}
+        update = {
+            "manifest_hash": manifest.hash,
+            "name": run.name,
+            "total_tokens": run.total_tokens + manifest.rewound_tokens,
+        }
         self.run = self.run.model_copy(update=update)
 
     def set_position(self, manifest: Manifest, terms: Terms, tip: Tip) -> None:
         """Report the node's position in the run. `terms` are the settings of the next round."""
         self.set_run(manifest)
         accepted = decode_list(tip.state.amendments)
+        rewound = manifest.rewound_tokens + rewound_tokens(tip.state.amendments)
         self._governance = self._governance.model_copy(
             update={
                 "round": tip.round,
@@ -159,7 +164,7 @@ class Reporter:
         )
         self.run = self.run.model_copy(
             update={
-                "total_tokens": terms.run.total_tokens,
+                "total_tokens": terms.run.total_tokens + rewound,
                 "is_paused": terms.is_paused,
                 "amendments": len(accepted),
                 "round": tip.round,

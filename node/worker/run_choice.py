@@ -50,9 +50,16 @@ def judge(runs: Iterable[ListedRun], config: Config, device: ComputeDevice) -> l
             continue
         needs = estimate_requirements(run, config, device.precision)
         needs_bytes = {what: needed for what, needed, _, _ in compare_resources(needs, config, device)}
-        lack = "is complete" if listed.tokens >= run.total_tokens else first_lack(run, config, device)[0]
+        lack = "is complete" if _is_complete(listed) else first_lack(run, config, device)[0]
         judged.append(JudgedRun(listed, needs_bytes, lack or text_lack(run)))
     return sorted(judged, key=_rank)
+
+
+def _is_complete(listed: ListedRun) -> bool:
+    """Whether the run has trained all its tokens. An amendment, which the manifest does not show, may add to them."""
+    manifest = listed.manifest
+    is_fixed = manifest.run.governance == "fixed"
+    return is_fixed and listed.tokens - manifest.rewound_tokens >= manifest.run.total_tokens
 
 
 def _rank(one: JudgedRun) -> tuple[bool, int, int, str]:

@@ -20,7 +20,18 @@ from node.commands.site import keep_site, write_site
 from node.config.manifest import Invite, Manifest, RunConfig, parse_invite
 from node.errors import UsageError
 from node.host.files import write_whole
-from node.status import Member, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, TaskScore
+from node.status import (
+    TRAFFIC_LIMIT,
+    Member,
+    Outcome,
+    PeerRow,
+    Phase,
+    PhaseState,
+    Report,
+    RoundRecord,
+    RunInfo,
+    TaskScore,
+)
 from tests.api.conftest import BUILD, TOKEN, FakeNode, HttpClient
 
 NOW = datetime(2026, 11, 25, 12, tzinfo=UTC)
@@ -140,6 +151,22 @@ def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> N
     page = client(node, public=True).get("/public/").text
     for text in ("40.0 %", "<h2>Take part</h2>", "<h2>Longest streaks</h2>", "It went from 4.000 to 2.500", "Because."):
         assert text in page
+
+
+def test_rounds_that_this_node_has_dropped_are_not_shown(node: FakeNode) -> None:
+    dropped = RoundRecord(round=3, outcome=Outcome.SKIPPED, head="h", swarm_tokens=2500, dropped=2)
+    for newer in (dropped, record(2).model_copy(update={"swarm_tokens": 2500})):
+        node.board.add_round(newer)
+    run = public(node)
+    assert [(one["number"], one["tokens"]) for one in run["rounds"]] == [(2, 500), (1, 1000), (0, 1000)]
+    tokens = [one["tokens"] for one in run["losses"]]
+    assert tokens == sorted(tokens)
+
+
+def test_node_that_is_out_of_the_swarm_does_not_know_what_the_run_does(node: FakeNode) -> None:
+    node.board.set_phase(PhaseState(phase=Phase.PAUSED, code=TRAFFIC_LIMIT, reason="The month is over."))
+    assert public(node)["state"] == "unknown"
+    assert "Waiting for members" not in client(node, public=True).get("/public/").text
 
 
 def write_owners(node: FakeNode, **owners: tuple[str, str, str]) -> None:

@@ -97,6 +97,8 @@ def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
         for node in nodes:
             node.until_round(last)
         assert founder.status()["run"]["swarm_tokens"] > tokens, "no token that was trained is taken away"
+        (total,) = {node.status()["run"]["total_tokens"] for node in nodes}
+        assert total > 2 * 10**9, "the run ends later by the tokens that are trained again"
         shared = common_rounds(nodes)
         assert shared and all(len(digests) == 1 for digests in shared.values())
         for node in (founder, second):

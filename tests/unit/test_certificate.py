@@ -324,8 +324,9 @@ def test_commands_write_and_verify_a_certificate(data_dir: Path, capsys: pytest.
     assert title is not None and title.startswith("a test: ") and title.endswith(" tokens given")
     assert run("certificate", "--data-dir", str(data_dir)) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(file.read_text())
-    assert run("certificate", str(file), "--data-dir", str(data_dir)) == 2
-    assert "exists already" in capsys.readouterr().err
+    other = data_dir / "other.svg"
+    assert run("certificate", str(file), "--badge", str(other), "--data-dir", str(data_dir)) == 2
+    assert "exists already" in capsys.readouterr().err and not other.exists()
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,10 @@ def test_weak_api_token_is_refused_and_a_readable_token_file_is_made_private(tmp
     with pytest.raises(DataFolderError, match="remove the file") as caught:
         DataDirectory.open(tmp_path)
     assert "hunter2" not in str(caught.value)
+    for damaged in (b"\xff" * 44, b"\0" * 44):  # As a file may look after a power cut.
+        token.write_bytes(damaged)
+        with pytest.raises(DataFolderError, match="remove the file"):
+            DataDirectory.open(tmp_path)
     token.write_text("x" * 43)
     token.chmod(0o644)
     with DataDirectory.open(tmp_path):

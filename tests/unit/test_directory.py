@@ -284,6 +284,13 @@ def test_the_largest_run_that_fits_comes_first_and_of_equal_ones_that_with_more_
     assert "GB of memory here" in lacks["huge"]
 
 
+def test_a_run_whose_founder_may_add_tokens_fits_also_after_those_of_its_manifest(tmp_path: Path) -> None:
+    """A listing does not tell amendments, and a run that is complete is no longer listed."""
+    key = new_identity().peer_id
+    steered = listing_of("steered", total_tokens=1000, governance="founder", governance_keys=[key])
+    assert "steered" in names(judged(tmp_path, steered), fitting=True)
+
+
 def test_a_run_that_states_a_wrong_size_is_dropped(tmp_path: Path) -> None:
     lie = manifest_of("lie").model_copy(update={"parameters": 10**15})
     listing = listing_of("lie").model_copy(update={"manifest": lie.canonical().decode()})

@@ -113,6 +113,14 @@ def use_other_parameters(folder: Path) -> None:
     rewrite(folder, files={name: hash_of(folder / name) for name in names})
 
 
+def change_config(folder: Path, **values: Any) -> None:
+    """Change how the model computes or is loaded, and hide it from the list of files."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **values}))
+    names = json.loads((folder / RECORD_FILE).read_bytes())["files"]
+    rewrite(folder, files={name: hash_of(folder / name) for name in names})
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -127,9 +135,16 @@ def use_other_parameters(folder: Path) -> None:
         (lambda folder: rewrite(folder, leaves=["ab" * 32]), "is damaged"),
         (lambda folder: rewrite(folder, files={"../node/manifest.json": "00"}), "cannot be read|has changed"),
         (use_other_parameters, "its parameters are not those of round 1"),
+        (lambda folder: change_config(folder, rms_norm_eps=0.5), "config.json describes another model"),
+        (
+            lambda folder: change_config(folder, num_attention_heads=8, num_key_value_heads=4, head_dim=4),
+            "config.json describes another model",
+        ),
+        (lambda folder: change_config(folder, auto_map={"AutoModel": "evil.py--Model"}), "names code to load"),
     ],
     ids=[
         "file", "no file", "no JSON", "no record", "round", "tokens", "run", "leaf", "few leaves", "path", "parameters",
+        "norm", "heads", "code",
     ],
 )  # fmt: skip
 def test_verify_refuses_a_changed_export(

@@ -10,7 +10,7 @@ import pytest
 
 from node.daemon.month_meter import CORE_WATTS, FILE, GAP_S, GPU_WATTS, MonthMeter
 from node.host.power_meter import processor_joules
-from node.status import Activity, Channel, Counters, DeviceInfo, Report
+from node.status import Activity, Channel, Counters, DeviceInfo, Phase, PhaseState, Report
 
 THREADS = 4
 GPU = DeviceInfo(kind="cuda", name="gpu")
@@ -46,6 +46,21 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
+
+
+def test_totals_that_only_the_checkpoint_knows_are_no_traffic(machine: Machine) -> None:
+    """The file of totals is damaged. The worker counts from zero until it has read its checkpoint."""
+
+    def report(phase: Phase, sent: int) -> None:
+        counters = Counters(network_sent_bytes={Channel.REDUCE: sent})
+        machine.meter.add_report(Report(state=PhaseState(phase=phase), counters=counters))
+
+    report(Phase.STARTING, 0)
+    report(Phase.DOWNLOADING, 30)
+    assert machine.meter.usage.sent_bytes == 30
+    report(Phase.TRAINING, 120_000_000_000)
+    report(Phase.TRAINING, 120_000_000_007)
+    assert machine.meter.usage.sent_bytes == 37
 
 
 def joules(machine: Machine) -> tuple[float, float]:

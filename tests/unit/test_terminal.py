@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rich.console import Console
@@ -166,7 +167,7 @@ def test_status_names_the_memory_limit_of_a_container() -> None:
 @pytest.mark.parametrize(("is_terminal", "start"), [(True, "\x1b[1;31merror\x1b[0m since"), (False, "error since")])
 def test_status_is_in_color_on_a_terminal_only(is_terminal: bool, start: str) -> None:
     out = io.StringIO()
-    system = "standard" if is_terminal else "auto"
+    system: Literal["standard", "auto"] = "standard" if is_terminal else "auto"
     console = Console(file=out, force_terminal=is_terminal, color_system=system, soft_wrap=True, highlight=False)
     console.print(describe(make_status(Phase.ERROR, reason="[white]Broken.[/]")))
     text = out.getvalue()
