@@ -135,10 +135,11 @@ def _read_vocabulary(folder: Path, size: int) -> Vocabulary:
     model = _model_of(bpe, steps, pairs)
     ids = {**bpe["vocab"], **{token["content"]: token["id"] for token in added}}
     tokens, kinds = [f"[PAD{number}]" for number in range(size)], ["UNUSED"] * size
-    control = {token["content"] for token in added if token["special"]}
+    # llama.cpp finds control and user-defined tokens as a whole in a text.
+    own_kinds = {token["content"]: "CONTROL" if token["special"] else "USER_DEFINED" for token in added}
     for text, number in ids.items():
-        tokens[number] = text
-        kinds[number] = "CONTROL" if text in control else "NORMAL"
+        kinds[number] = own_kinds.get(text, "NORMAL")
+        tokens[number] = text.replace("\u2581", " ") if kinds[number] == "USER_DEFINED" else text
         if model == "llama" and len(text) == 6 and text.startswith("<0x"):
             kinds[number] = "BYTE"
     names = {"bos": config.get("bos_token"), "eos": config.get("eos_token"), "unk": bpe.get("unk_token")}
@@ -166,7 +167,8 @@ def _flat(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 def _model_of(bpe: Mapping[str, Any], steps: list[Mapping[str, Any]], merges: list[str]) -> str:
     kinds = [step["type"] for step in steps]
-    if bpe["type"] == "BPE" and kinds == ["ByteLevel"] and (steps[0]["use_regex"] or not merges):
+    is_gpt2 = bpe["type"] == "BPE" and kinds == ["ByteLevel"] and not steps[0].get("add_prefix_space")
+    if is_gpt2 and (steps[0]["use_regex"] or not merges):
         return "gpt2"
     if bpe["type"] == "BPE" and bpe.get("byte_fallback") and set(kinds) <= {"Prepend", "Replace", "Metaspace"}:
         return "llama"

@@ -121,6 +121,9 @@ class InnerLoop:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MOST_SKIPPED:
             self._skipped_in_a_row = 0
+            if self._scaler.is_enabled():
+                # Each skipped step has halved the scale. After a reset, all gradients would underflow.
+                self._scaler.update(FIRST_SCALE)
             raise TrainingError(
                 f"Training diverged: {MOST_SKIPPED} steps in a row were skipped, the last with loss {loss} and "
                 f"gradient norm {norm}. Go back to the last checkpoint, and lower run.inner.lr if it happens again."

@@ -153,6 +153,9 @@ class RowPacker:
         self._given_weights = list(weights)
         self._shards = [source.shards for source in sources]
         fresh = [[(lane, 0, 0) for lane in range(min(LANES, shards))] for shards in self._shards]
+        if state is not None and len(state["shards"]) != len(sources):
+            logger.warning("The text has another number of sources than before, so it is read from the beginning.")
+            state = None
         if state is None:
             state = {"taken": [0] * len(sources), "lanes": fresh, "shards": self._shards}
         places = list(state["lanes"])

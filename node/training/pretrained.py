@@ -44,6 +44,7 @@ def export_model(
     load_flat_(model, flat)
     for settings in (model.config, model.generation_config):
         settings.bos_token_id, settings.eos_token_id = tokenizer.begin, tokenizer.end
+        settings.use_cache = True  # Training needs no cache, but each user who generates text does.
     with _translated(folder), whole_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save(temporary)

@@ -40,6 +40,8 @@ class Ranks:
     def __init__(self, rank: int, size: int, folder: Path, device: torch.device, *, is_sharded: bool) -> None:
         """Join the group, and return when all ranks have joined. They meet in `folder`, which only they may use."""
         self.rank, self.size, self.is_sharded, self._device = rank, size, is_sharded, device
+        if dist.is_initialized():  # Amended settings may need another model or other batches, and so new ranks.
+            dist.destroy_process_group()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]  # missing in its __all__
         backend = dist.get_default_backend_for_device(device)

@@ -33,6 +33,8 @@ class BuiltinReader:
     def __init__(self, corpus: Corpus, run: RunConfig, run_id: str, peer_id: str, state: dict[str, Any] | None) -> None:
         self._corpus, self._inner, self._ids = corpus, run.inner, (run_id, peer_id)
         self._seek(**(state or {"round": 0, "position": 0}))
+        if self._stream.position % run.inner.sequence_length:  # It was counted in rows of another length.
+            self._seek(self._round, 0)
 
     def _seek(self, round: int, position: int) -> None:
         self._round, self._stream = round, Stream(self._corpus, *self._ids, round, position)

@@ -75,6 +75,9 @@ class FastTokenizer:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        # A saved tokenizer may cut or fill up each text, and `encode` passes by what would turn that off.
+        inner.backend_tokenizer.no_truncation()
+        inner.backend_tokenizer.no_padding()
         self.size = int(max(inner.get_vocab().values())) + 1
         self.begin: int | None = inner.bos_token_id
         """The token before each document, if there is one."""

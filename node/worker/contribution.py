@@ -37,7 +37,8 @@ class InFlight:
     sent_at: float
     """In monotonic seconds."""
     sent: Tensor | None
-    """The fragment's local parameters at `sent_at`, fp32 [P_f]; None if the merge does not need them."""
+    """The fragment's local parameters from which later steps count, fp32 [P_f]: those at `sent_at`, or those after a
+    reset since. None if the merge does not need them."""
     is_lost: bool = False
     """Whether this node has reset its parameters since. The tokens count if a round includes the contribution, and are
     discarded otherwise."""
@@ -114,12 +115,17 @@ class ContributionTracker:
         counted, discarded = (tokens - left, 0) if included else (0, tokens)
         return FragmentUpdate(contribution, is_carried, is_merged, counted, discarded)
 
-    def discard_pending(self) -> int:
-        """Discard all pending tokens and return their number. One in flight is lost unless it is included."""
+    def discard_pending(self, local: Tensor | None = None) -> int:
+        """Discard all pending tokens and return their number. One in flight is lost unless it is included.
+
+        `local` is the fragment in flight, fp32 [P_f], after this node has reset its parameters. It may be None if no
+        round can include what is in flight.
+        """
         discarded = sum(pending.tokens for pending in self._pending)
         self._pending = [Pending()] * len(self._pending)
         if self.in_flight is not None:
-            self.in_flight = replace(self.in_flight, steps=0, is_lost=True)
+            sent = None if self.in_flight.sent is None else local
+            self.in_flight = replace(self.in_flight, steps=0, sent=sent, is_lost=True)
         return discarded
 
     def for_checkpoint(self, fragment: int) -> tuple[int, list[Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from node.config.amendments import decode_list
-from node.config.manifest import RunConfig, SyncConfig
+from node.config.manifest import BUILTIN_TEXT, RunConfig, SyncConfig
 from node.config.schema import CheckpointConfig
 from node.diloco.fragments import Ranges
 from node.diloco.schedule import is_time_up, progress, swarm_tokens_at
@@ -345,7 +345,8 @@ class Trainer:
         logger.warning("%s", error)
         self._inner.reset_to(self.tip.state.anchor)
         self._progress = Progress()
-        self._count_discarded(self._contributions.discard_pending())
+        local = self._inner.replica.take(self._next_ranges, on_host=False)
+        self._count_discarded(self._contributions.discard_pending(local))
         self._round_log.round_failed(error, self.tip)
 
     # the outer step
@@ -648,7 +649,14 @@ class Trainer:
 
 def _inputs_of(run: RunConfig) -> dict[str, Any]:
     """The settings that decide which parts of a checkpoint a trainer can use."""
-    return {"sync": run.sync.model_dump(mode="json"), "sources": list(run.data.sources)}
+    is_builtin = run.data.sources == (BUILTIN_TEXT,)
+    return {
+        "sync": run.sync.model_dump(mode="json"),
+        "sources": list(run.data.sources),
+        "sources_per_member": run.data.sources_per_member,
+        # The built-in text is cut into rows of this length, and the position counts in them.
+        "row_length": run.inner.sequence_length if is_builtin else 0,
+    }
 
 
 def _fitting(saved: Checkpoint, run: RunConfig) -> tuple[Checkpoint, int]:
@@ -660,7 +668,8 @@ def _fitting(saved: Checkpoint, run: RunConfig) -> tuple[Checkpoint, int]:
     made_for, now = saved.extra.get("made_for"), _inputs_of(run)
     if made_for is None or made_for == now:
         return saved, 0
-    if made_for["sources"] != now["sources"]:
+    # A checkpoint of an earlier version has fewer of these settings.
+    if any(made_for.get(name, now[name]) != now[name] for name in ("sources", "sources_per_member", "row_length")):
         saved = replace(saved, text={})
     if made_for["sync"] == now["sync"]:
         return saved, 0

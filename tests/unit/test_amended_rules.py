@@ -87,6 +87,14 @@ def test_a_trainer_keeps_what_fits_its_amended_settings() -> None:
     assert _fitting(old, amended(sync={"codec": "int8"})) == (old, 0)
     sources, dropped = _fitting(saved, amended(data={"sources": ["text:a"]}))
     assert (sources.text, sources.local is saved.local, dropped) == ({}, True, 0)
+    fewer, dropped = _fitting(saved, amended(data={"sources_per_member": 1}))
+    assert (fewer.text, fewer.local is saved.local, dropped) == ({}, True, 0)
+    rows, dropped = _fitting(saved, amended(inner={"sequence_length": 16}))
+    assert (rows.text, rows.local is saved.local, dropped) == ({}, True, 0)
+    files = checkpoint(amended(data={"sources": ["text:a"]}))
+    assert _fitting(files, amended(data={"sources": ["text:a"]}, inner={"sequence_length": 16}))[0].text == files.text
+    earlier = {"sync": RUN.sync.model_dump(mode="json"), "sources": list(RUN.data.sources)}
+    assert _fitting(replace(saved, extra={"made_for": earlier}), RUN)[0].text == saved.text
     codec, dropped = _fitting(saved, amended(sync={"codec": "int8"}))
     assert (list(codec.optimizer), codec.text, codec.inner_step, dropped) == (["exp_avg"], saved.text, 5, 0)
     fragments, dropped = _fitting(saved, amended(sync={"mode": "streaming", "fragments": 2}))

@@ -128,6 +128,17 @@ def test_contribution_that_was_lost_in_flight_counts_if_the_round_includes_it() 
     assert not update.is_merged and (update.counted_tokens, update.discarded_tokens) == (10, 0)
 
 
+def test_steps_after_a_reset_are_merged_from_the_parameters_after_the_reset() -> None:
+    """Those that were sent would put this node's own contribution back, with the wrong sign."""
+    tracker = ContributionTracker(1)
+    send(tracker, 10, SENT)
+    tracker.discard_pending(OLD)
+    tracker.add_tokens(3)
+    update = tracker.round_over(0, included=True, steps=1)
+    assert update.is_merged and merged(update) == NEW.item() + (LOCAL.item() - OLD.item())
+    assert (update.counted_tokens, tracker.pending_tokens(0)) == (10, 3)
+
+
 def test_lost_contribution_is_discarded_while_newer_work_is_carried() -> None:
     tracker = ContributionTracker(1)
     send(tracker, 10)

@@ -278,6 +278,29 @@ def test_gguf_has_the_merges_of_a_tokenizer_like_that_of_llama_as_scores(tmp_pat
     assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.add_space_prefix"] is True
 
 
+def test_gguf_marks_added_tokens_so_that_llama_cpp_finds_them_as_a_whole(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    from tokenizers import AddedToken
+
+    tokenizer = make_llama_tokenizer()
+    tokenizer._inner.add_tokens([AddedToken("  ", special=False, normalized=False)])
+    tokenizer.save(tmp_path)
+    cfg = run_of(vocab_size=266).model
+    write_gguf(cfg, build_model(cfg, seed=1).state_dict(), tmp_path, tmp_path / GGUF_FILE, name="x")
+    found = fields_of(tmp_path / GGUF_FILE)
+    kinds = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"], strict=True))
+    assert kinds["  "] == 4, "user-defined"
+
+
+def test_tokenizer_that_cuts_or_fills_up_texts_encodes_all_of_them(tmp_path: Path) -> None:
+    whole = make_llama_tokenizer()
+    cutting = make_llama_tokenizer()._inner
+    cutting.backend_tokenizer.enable_truncation(4)
+    cutting.backend_tokenizer.enable_padding(length=4, pad_id=0, pad_token="<unk>")
+    for text in ("ab" * 20, "a"):
+        assert FastTokenizer(cutting).encode(text) == whole.encode(text)
+
+
 def test_gguf_refuses_models_and_tokenizers_that_it_cannot_express(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +317,10 @@ def test_gguf_refuses_models_and_tokenizers_that_it_cannot_express(
     spec["pre_tokenizer"] = {"type": "Whitespace"}
     path.write_text(json.dumps(spec))
     with pytest.raises(UsageError, match="Whitespace"):
+        write_gguf(run_of().model, {}, tmp_path, tmp_path / GGUF_FILE, name="x")
+    spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
+    path.write_text(json.dumps(spec))
+    with pytest.raises(UsageError, match="ByteLevel"):
         write_gguf(run_of().model, {}, tmp_path, tmp_path / GGUF_FILE, name="x")
 
 

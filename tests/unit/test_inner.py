@@ -162,6 +162,21 @@ def test_many_inner_steps_in_a_row_without_a_finite_loss_are_an_error() -> None:
         inner.step(batch, 1e-3, lambda rows: math.inf)
 
 
+def test_training_after_many_skipped_steps_in_fp16_begins_with_the_first_loss_scale() -> None:
+    """Each skipped step halves the scale. At the last one, all gradients of a model that was reset would be zero."""
+    model, inner = loop(precision="fp16")
+    batch = batches(1)[0]
+    expected = inner.step(batch, 0.0).grad_norm
+    handle = model.get_parameter("model.norm.weight").register_hook(lambda g: g * float("inf"))
+    for _ in range(MOST_SKIPPED - 1):
+        inner.step(batch, 0.0)
+    with pytest.raises(TrainingError):
+        inner.step(batch, 0.0)
+    handle.remove()
+    assert inner.step(batch, 0.0).grad_norm == pytest.approx(expected, rel=0.05)
+    assert inner.state_tensors()["scale"].tolist()[0] == FIRST_SCALE
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_model_learns_in_half_precision_while_its_parameters_stay_in_fp32(precision: str) -> None:
     model, inner = loop(precision=precision)

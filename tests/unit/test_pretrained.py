@@ -35,6 +35,7 @@ def test_exported_model_has_the_same_logits_in_transformers_and_can_start_a_run(
         assert torch.equal(loaded(input_ids=batch).logits, forward(model, batch))
     assert (target / "README.md").read_text(encoding="utf-8").startswith("# A model")
     assert json.loads((target / "config.json").read_text())["model_type"] == kind
+    assert loaded.config.use_cache and loaded.generation_config.use_cache, "without it, generating text is slow"
     again, flat = load_pretrained(ModelConfig(start=str(target)), tmp_path / "cache")
     assert again == cfg.model_copy(update={"start": "export"})
     assert torch.equal(flat, flatten(model))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 import warnings
 from functools import cache
@@ -15,7 +17,7 @@ import torch
 from node.config.manifest import RunConfig
 from node.config.schema import DevicesConfig
 from node.errors import ConfigError, MachineError, NodeError
-from tests.swarm.harness import tiny
+from tests.swarm.harness import ROOT, tiny
 from tests.unit.rank_run import Done, run_ranks
 
 with warnings.catch_warnings():
@@ -122,3 +124,18 @@ def test_batch_sizes_and_precisions_that_ranks_cannot_share_are_refused() -> Non
     ):
         with pytest.raises(ConfigError, match=word):
             check_ranks(run, devices, precision)
+
+
+def test_ranks_can_be_made_again_in_one_process(tmp_path: Path) -> None:
+    """Amended settings may need other batches, and so new ranks in the process of rank 0."""
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    lines = (
+        "import sys, torch; from pathlib import Path; from node.training.ranks import Ranks",
+        "for folder in sys.argv[1:]: Ranks(0, 1, Path(folder), torch.device('cpu'), is_sharded=False)",
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "\n".join(lines), str(tmp_path / "before"), str(tmp_path / "after")],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -175,6 +175,28 @@ def test_members_read_different_sources_if_the_manifest_wants_it(tmp_path: Path)
     assert len(set(read.values())) > 1, "members read different sources"
 
 
+def test_text_of_another_number_of_sources_is_read_from_the_beginning(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        split_into(tmp_path / name, 2)
+    both, one = ("json:a/*", "json:b/*"), ("json:a/*",)
+    for before, after in ((both, one), (one, both)):
+        first = reader(tmp_path, *before)
+        take(first, 2)
+        again, fresh = reader(tmp_path, *after, state=first.state), reader(tmp_path, *after)
+        assert torch.equal(take(again, 2), take(fresh, 2))
+
+
+def test_position_in_the_built_in_text_does_not_count_with_rows_of_another_length(tmp_path: Path) -> None:
+    rows = [RunConfig.model_validate(tiny(inner={"batch_size": 2, "sequence_length": n})) for n in (16, 64)]
+    first, again, fresh = (
+        open_text(run, tmp_path, tmp_path / "cache").reader("run", "peer", {"round": 3, "position": position})
+        for run, position in ((rows[0], 0), (rows[1], 32), (rows[1], 0))
+    )
+    assert take(first, 1).shape == (2, 17)
+    assert torch.equal(take(again, 1), take(fresh, 1))
+
+
 def test_members_draw_all_sources_equally_often() -> None:
     drawn = [drawn_sources(f"run\0{peer}", 3, 2) for peer in range(600)]
     assert all(len(set(chosen)) == 2 for chosen in drawn)
