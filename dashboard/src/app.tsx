@@ -3,13 +3,14 @@
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
 import { useEffect, useRef } from "preact/hooks";
+import { takeToken } from "./api/client";
 import { OpenTip } from "./components/term";
 import { Name } from "./components/text";
 import { theme, THEMES } from "./components/theme";
 import { brief } from "./format/format";
 import { reason } from "./format/status-text";
 import { drafts } from "./state/drafts";
-import { ageS, link, OFFLINE, now, stale, status, word } from "./state/store";
+import { ageS, link, OFFLINE, now, stale, status, unlock, word } from "./state/store";
 import { Login } from "./views/login";
 import { Logs } from "./views/logs";
 import { Overview } from "./views/overview";
@@ -26,6 +27,8 @@ const VIEWS: { id: string; label: string; view: ComponentType }[] = [
 const here = () => VIEWS.find((view) => `#/${view.id}` === location.hash)?.id ?? "overview";
 const route = signal(here());
 addEventListener("hashchange", () => {
+  // Somebody has opened the link that `run` prints in this tab.
+  if (takeToken()) unlock();
   // The target of the skip link is not a view.
   if (location.hash === "" || location.hash.startsWith("#/")) route.value = here();
 });

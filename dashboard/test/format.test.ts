@@ -33,7 +33,8 @@ test("ages are short and rounded down", () => {
 });
 
 test("percentages, decimals and hours are rounded", () => {
-  expect([0, 0.004, 0.094, 0.999, 1].map((r) => plain(percent(r)))).toEqual(["0 %", "0.4 %", "9.4 %", "100 %", "100 %"]);
+  const shares = [0, 0.0004, 0.004, 0.094, 0.994, 0.995, 0.99999, 1, 1.2];
+  expect(shares.map((r) => plain(percent(r)))).toEqual(["0 %", "<0.1 %", "0.4 %", "9.4 %", "99 %", "99.5 %", "99.9 %", "100 %", "120 %"]);
   expect(decimals(1.23456, 3)).toBe("1.235");
   expect(plain(hours(1440))).toBe("24 min");
   expect(plain(hours(5400))).toBe("1.5 h");

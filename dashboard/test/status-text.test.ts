@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { MonthUsage, Phase, Status } from "../src/api/schema";
-import { amendmentState, availableActions, describe, governedBy, energySource, isRelay, peerPhase, reach, reason, restartCommand, sourceName } from "../src/format/status-text";
+import { amendmentState, availableActions, company, describe, governedBy, energySource, isMoving, isOutside, isRelay, peerPhase, reach, reason, restartCommand, sourceName, trainsFor } from "../src/format/status-text";
 
 const PHASES: Phase[] = [
   "starting", "connecting", "downloading", "training", "syncing", "paused", "draining", "leaving", "stopped", "error",
@@ -17,7 +17,7 @@ test("every phase has its own word and explanation", () => {
 });
 
 test.each([
-  ["training", "relay", "Relaying"], ["training", "no_text", "Waiting"], ["training", "pausing", "Pausing"],
+  ["training", "relay", "Relaying"], ["training", "no_text", "Waiting"], ["training", "pausing", "Pausing"], ["connecting", "pausing", "Pausing"],
   ["syncing", "waiting_for_peers", "Waiting"], ["syncing", "run_paused", "Paused"], ["stopped", "run_complete", "Complete"], ["paused", "scheduled", "Paused"],
   ["paused", "on_battery", "Paused"], ["paused", "user_active", "Paused"], ["training", "a_code_of_tomorrow", "Training"],
 ] as [Phase, string, string][])("%s with code %s", (phase, code, word) => {
@@ -129,4 +129,32 @@ test("each governance names who may change the run", () => {
   const texts = (["founder", "keys", "fixed"] as const).map((mode) => governedBy({ mode, keys: ["a", "b", "c"], threshold: 2 }));
   expect(texts[1]).toContain("2 of 3 keys");
   expect(new Set(texts).size).toBe(3);
+});
+
+test("only a node that trains says that it trains the model of the run", () => {
+  const run = { name: "tiny", is_paused: false };
+  expect(trainsFor(status("training", { run }))).toBe("This machine trains the language model of the run tiny.");
+  for (const code of ["relay", "no_text", "pausing"]) expect(trainsFor(status("training", { code, run }))).toBeNull();
+  expect(trainsFor(status("paused", { run }))).toBeNull();
+});
+
+test("a node that waits has neither a speed nor a next sync", () => {
+  expect(isMoving(status("syncing"))).toBe(true);
+  for (const code of ["run_paused", "no_text", "waiting_for_peers"]) expect(isMoving(status("syncing", { code }))).toBe(false);
+});
+
+test("a node outside the swarm does not tell who trains there", () => {
+  const more = { peers: { connected: 3, training: 5 }, run: { is_paused: false }, pause: { by: null } };
+  expect(company(status("training", more))).toMatch(/^5 members training, 3 connected/);
+  expect(company(status("training", { ...more, run: { is_paused: true } }))).toMatch(/^The run is paused, so nobody trains/);
+  for (const phase of ["stopped", "error"] as Phase[]) {
+    expect(isOutside(status(phase, more))).toBe(true);
+    expect(company(status(phase, more))).toBe("This node is not in the swarm.");
+  }
+  const limited = status("paused", { ...more, pause: { by: "traffic" } });
+  expect(company(limited)).toBe("This node is not in the swarm.");
+  const alone = { ...more, peers: { connected: 0, training: 1 } };
+  expect(company(status("training", alone))).toContain("trains alone counts");
+  expect(company(status("connecting", alone))).toBe("No other members are known yet.");
+  expect(company(status("training", { ...alone, node: { mode: "relay" } }))).toBe("No other members now.");
 });

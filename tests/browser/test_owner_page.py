@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 from playwright.sync_api import BrowserContext
 
-from node.status import Phase, Sample
+from node.status import PauseInfo, Phase, Sample
 from tests.browser.harness import NARROW, WIDE, Dashboard
 from tests.browser.scene import MONTH, Scene, peer, scene
-from tests.swarm.harness import wait_for
+from tests.swarm.harness import Node, wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -256,3 +258,76 @@ def test_name_of_a_peer_cannot_turn_the_text_of_the_page_around(village: Scene, 
     peers = tab.page.get_by_role("region", name="Peers, table")
     peers.get_by_text("good").wait_for()
     assert not {"\u202e", "\u2066"} & set(told + peers.inner_text())
+
+
+def test_number_can_be_typed_digit_by_digit(tab: Dashboard) -> None:
+    """`1.0` is on the way to `1.05`. Only the owner may change what stands in the field."""
+    tab.view("Settings")
+    upload = tab.page.get_by_label("Upload", exact=True)
+    upload.fill("")
+    for text in ("1.05", "0.05"):
+        upload.fill("")
+        upload.press_sequentially(text)
+        assert upload.input_value() == text
+    tab.button("Discard").click()
+    assert upload.input_value() == "0", "a draft that was discarded does not stay in the field"
+    assert tab.focused() != "body ", "the keyboard focus stays on the page"
+
+
+def test_link_of_the_node_opens_a_locked_tab_and_does_not_stay_in_its_address(
+    village: Scene, context: BrowserContext
+) -> None:
+    tab = Dashboard(context, cast(Node, village)).open(with_token=False).until_phase("locked", word="Locked")
+    tab.page.evaluate(f"location.hash = 'token={tab.token}'")
+    tab.until_phase("training", word="Training")
+    assert tab.token not in tab.page.url
+    tab.check()
+
+
+def test_keyboard_focus_stays_on_the_actions_when_a_button_disappears(village: Scene, tab: Dashboard) -> None:
+    tab.button("Leave").focus()
+    tab.page.keyboard.press("Enter")
+    tab.button("Stay").wait_for()
+    assert tab.focused() == "button Stay"
+    tab.page.keyboard.press("Escape")
+    tab.button("Stay").wait_for(state="detached")
+    assert tab.focused().startswith("button ")
+    tab.button("Pause").focus()
+    tab.page.keyboard.press("Enter")
+    tab.item("Until I resume").wait_for()
+    tab.page.keyboard.press("End")
+    tab.page.keyboard.press("Enter")
+    village.enter(Phase.PAUSED)
+    tab.button("Resume").wait_for()
+    assert tab.focused() == "button Resume"
+
+
+def test_node_outside_the_swarm_shows_neither_members_nor_a_time_at_which_it_would_start(
+    village: Scene, tab: Dashboard
+) -> None:
+    """It has no worker. What it last heard of the others is old."""
+    network = tab.page.locator("[aria-labelledby=network]")
+    network.get_by_text("connected to this node").wait_for()
+    until = (datetime.now(UTC) + timedelta(hours=9)).isoformat()
+    village.act(lambda: village.board.set_pause(PauseInfo(by="schedule", until=until), until))
+    village.enter(Phase.ERROR, "worker_crashes", "The worker crashed.")
+    network.get_by_text("This node is not in the swarm.").wait_for()
+    assert "connected to this node" not in network.inner_text()
+    assert "Until" not in tab.page.locator(".since").inner_text()
+    tab.view("Swarm")
+    tab.page.locator("[aria-labelledby=peers]").get_by_text("This node is not in the swarm.").wait_for()
+    assert tab.page.locator("main .ledger dd").all_inner_texts()[:2] == ["–", "–"]
+    assert tab.serious() == []
+
+
+def test_paused_run_has_no_speed_and_no_member_that_trains(village: Scene, tab: Dashboard) -> None:
+    village.show(run=village.report.run.model_copy(update={"is_paused": True}))
+    village.enter(Phase.SYNCING, "run_paused", "The run is paused.")
+    tab.mark("state").filter(has_text="Paused").wait_for()
+    readings = tab.page.locator(".readings > div")
+    told = dict(text.replace("\u202f", " ").split("\n", 1) for text in readings.all_inner_texts())
+    assert told["Speed"] == "0 tok/s" and told["Next sync"] == "–"
+    tab.page.locator("[aria-labelledby=network]").get_by_text("The run is paused, so nobody trains").wait_for()
+    tab.view("Swarm")
+    tab.page.locator("main .ledger").get_by_text("the run is paused").wait_for()
+    assert tab.page.locator("main .ledger dd").first.inner_text().split("\n")[0] == "0"

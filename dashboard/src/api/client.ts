@@ -52,12 +52,14 @@ const tokenStore = {
 /** A token from the URL that has not been exchanged for a session yet. */
 let urlToken: string | null = null;
 
-/** Removes the token from the URL fragment of the link that `run` prints. */
-export function takeToken(): void {
-  urlToken = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (!urlToken) return;
-  tokenStore.set(urlToken);
+/** Removes the token from the URL fragment of the link that `run` prints. Returns whether there was one. */
+export function takeToken(): boolean {
+  const found = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (!found) return false;
+  urlToken = found;
+  tokenStore.set(found);
   history.replaceState(null, "", location.pathname);
+  return true;
 }
 
 async function toApiError(response: Response): Promise<ApiError> {

@@ -47,6 +47,9 @@ export function tokensPerSecond(value: Maybe): string {
 export function percent(value: Maybe): string {
   if (!known(value)) return NONE;
   const share = value * 100;
+  if (share > 0 && share < 0.05) return `<0.1${SPACE}%`;
+  // 100 % means all of it, so the last tenths are rounded down.
+  if (share >= 99.5 && share < 100) return `${(Math.floor(share * 10) / 10).toFixed(1)}${SPACE}%`;
   return `${share > 0 && share < 9.95 ? share.toFixed(1) : share.toFixed(0)}${SPACE}%`;
 }
 

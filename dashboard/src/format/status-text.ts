@@ -1,7 +1,8 @@
 /** Names and explanations of phases, codes and reachability, written for the owner of the machine. */
 
 import type { AmendmentInfo, GovernanceInfo, MonthUsage, Phase, Status } from "../api/schema";
-import { energy, moment, soon } from "./format";
+import { count, energy, many, moment, soon } from "./format";
+import { cleanName } from "./sanitize";
 
 interface State {
   /** One word. */
@@ -19,7 +20,7 @@ const PHASES: Record<Phase, State> = {
   paused: { word: "Paused", meaning: "The node does not compute, and the model is not in memory." },
   draining: { word: "Finishing", meaning: "The node finishes this round and then stops." },
   leaving: { word: "Leaving", meaning: "The node is saving its work and leaving the swarm. This takes some seconds." },
-  stopped: { word: "Stopped", meaning: "The node is not training. All work is saved." },
+  stopped: { word: "Stopped", meaning: "The node is not training." },
   error: { word: "Error", meaning: "The node stopped with an error. Fix the cause, then resume." },
 };
 
@@ -27,8 +28,6 @@ const PHASES: Record<Phase, State> = {
 const CODES: Record<string, Partial<State>> = {
   "training/relay": { word: "Relaying", meaning: "The relay helps members find and reach each other. A relay does not train." },
   "training/no_text": { word: "Waiting", meaning: "The node currently has no text to train on." },
-  "training/pausing": { word: "Pausing", meaning: "The node is saving its work and freeing the device." },
-  "syncing/pausing": { word: "Pausing", meaning: "The node is saving its work and freeing the device." },
   "syncing/waiting_for_peers": { word: "Waiting", meaning: "Too few members are ready for the round. The node continues automatically when there are enough." },
   "syncing/run_paused": { word: "Paused", meaning: "The whole run is paused. The node trains again when the run is resumed." },
   "connecting/no_peers": { meaning: "No peer has answered yet. The node keeps trying." },
@@ -37,8 +36,11 @@ const CODES: Record<string, Partial<State>> = {
   "paused/on_battery": { meaning: "The machine runs on battery. Training resumes when the charger is connected." },
   "paused/user_active": { meaning: "You are using the machine. Training resumes when you are away." },
   "paused/traffic_limit": { meaning: "Even a paused member has traffic, so the node is not in the swarm. Resume ignores the limit this month." },
-  "stopped/run_complete": { word: "Complete", meaning: "The run has reached its token goal. Thank you." },
+  "stopped/run_complete": { word: "Complete", meaning: "The run is over. Thank you." },
 };
+
+/** The worker may get the order to pause in any phase. */
+const PAUSING: State = { word: "Pausing", meaning: "The node is saving its work and freeing the device." };
 
 /** Shown before the first answer of the node. */
 export const UNKNOWN: State = { word: "Loading", meaning: "" };
@@ -65,7 +67,37 @@ export function describe(status: Described | null): State {
   if (!status) return UNKNOWN;
   const phase = PHASES[status.phase] ?? { word: capital(String(status.phase)), meaning: "" };
   const relay = status.node?.mode === "relay" && RELAY[status.phase];
-  return { ...phase, ...relay, ...(status.final && ENDS[status.phase]), ...CODES[`${status.phase}/${status.code}`] };
+  const ends = status.final && ENDS[status.phase];
+  return { ...phase, ...relay, ...ends, ...CODES[`${status.phase}/${status.code}`], ...(status.code === "pausing" && PAUSING) };
+}
+
+/** What a node that trains does, with the name of its run; null in every other state. */
+export function trainsFor({ phase, code, run }: Pick<Status, "phase" | "code" | "run">): string | null {
+  if (phase !== "training" || code !== "training" || !run.name) return null;
+  return `This machine trains the language model of the run ${cleanName(run.name, 64)}.`;
+}
+
+const IDLE = new Set(["run_paused", "no_text", "waiting_for_peers"]);
+
+/** Whether the node works on a round. Its last speed and time to the next sync count only then. */
+export function isMoving({ phase, code }: Pick<Status, "phase" | "code">): boolean {
+  return (phase === "training" || phase === "syncing" || phase === "draining") && !IDLE.has(code);
+}
+
+/** Whether the node is out of the swarm, so that what it knows of the others is old. */
+export function isOutside({ phase, pause }: Pick<Status, "phase" | "pause">): boolean {
+  return phase === "stopped" || phase === "error" || pause?.by === "traffic";
+}
+
+/** Who else is in the swarm, in one sentence. */
+export function company(status: Status): string {
+  const { connected, training } = status.peers;
+  const links = `${count(connected)} connected to this node.`;
+  if (isOutside(status)) return "This node is not in the swarm.";
+  if (status.run.is_paused) return `The run is paused, so nobody trains. ${links}`;
+  if (training > 1 || connected > 0) return `${many(training, "member")} training, ${links}`;
+  if (status.phase === "starting" || status.phase === "connecting") return "No other members are known yet.";
+  return isRelay(status) ? "No other members now." : "No other members now. What this node trains alone counts, too.";
 }
 
 /** The command that starts an ended node again; null if it still runs or the run is complete. */

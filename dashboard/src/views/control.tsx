@@ -1,5 +1,6 @@
 /** The input element of one setting. */
 
+import { useRef } from "preact/hooks";
 import type { Json } from "../api/client";
 import { HoursEditor } from "./hours";
 import type { Field } from "./setting-fields";
@@ -34,16 +35,7 @@ export function Control({ field, id, value, disabled, invalid, describedBy, chan
     case "number":
       return (
         <span class="together">
-          <input
-            {...common}
-            type="number"
-            inputMode="decimal"
-            min={0}
-            step={field.step ?? "any"}
-            value={String(value)}
-            // Text that is not a number is sent as it is; the node's answer explains the error.
-            onInput={({ currentTarget: { value: text, valueAsNumber: number } }) => change(Number.isNaN(number) ? text : number)}
-          />
+          <NumberInput {...common} step={field.step ?? "any"} value={value} change={change} />
           {field.unit && <span>{field.unit}</span>}
         </span>
       );
@@ -72,6 +64,34 @@ export function Control({ field, id, value, disabled, invalid, describedBy, chan
         />
       );
   }
+}
+
+interface NumberProps {
+  id: string;
+  disabled: boolean;
+  "aria-invalid": boolean;
+  "aria-describedby": string;
+  step: number | "any";
+  value: Json;
+  change(value: Json): void;
+}
+
+/** Keeps the text as it was typed while it means the same number: `1.0` is on the way to `1.05`. */
+function NumberInput({ value, change, ...rest }: NumberProps) {
+  const input = useRef<HTMLInputElement>(null);
+  const typed = input.current;
+  return (
+    <input
+      {...rest}
+      ref={input}
+      type="number"
+      inputMode="decimal"
+      min={0}
+      value={typed && typed.valueAsNumber === value ? typed.value : String(value)}
+      // Text that is not a number is sent as it is; the node's answer explains the error.
+      onInput={({ currentTarget: { value: text, valueAsNumber: number } }) => change(Number.isNaN(number) ? text : number)}
+    />
+  );
 }
 
 /** The known choices, and the current value if it is not among them. */

@@ -2,15 +2,15 @@
 
 import { signal } from "@preact/signals";
 import type { ComponentChildren } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { type Action, api, errorText } from "../api/client";
 import type { PauseOrder, Status } from "../api/schema";
 import { Menu } from "../components/menu";
 import { Term } from "../components/term";
 import { Ago, Prose } from "../components/text";
 import { brief, decimals, duration, moment, percent, soon, tokensPerSecond, tomorrowAt } from "../format/format";
-import { clean, cleanName } from "../format/sanitize";
-import { availableActions, isRelay, reason, restartCommand } from "../format/status-text";
+import { clean } from "../format/sanitize";
+import { availableActions, isMoving, isOutside, isRelay, reason, restartCommand, trainsFor } from "../format/status-text";
 import { ageS, now as clock, stale, state, word } from "../state/store";
 
 /** Error text of the last action. */
@@ -28,7 +28,7 @@ export function Headline({ status }: { status: Status }) {
           <p class="reason" data-testid="reason">
             {gone ? `Last state: ${state.value.word}, ${brief(ageS.value)} ago.` : <Prose text={reason(status, clock.value)} />}
           </p>
-          {!gone && <p class="meaning">{meaning(status)}</p>}
+          {!gone && <p class="meaning">{trainsFor(status) ?? state.value.meaning}</p>}
           <RestartHint status={status} />
           <p class="since">
             <span>
@@ -60,11 +60,6 @@ export function Headline({ status }: { status: Status }) {
   );
 }
 
-/** What the state means, with the name of the run. */
-function meaning({ phase, run }: Status): string {
-  return phase === "training" && run.name ? `This machine trains the language model of the run ${cleanName(run.name, 64)}.` : state.value.meaning;
-}
-
 /** How to start a node that has ended. */
 function RestartHint({ status }: { status: Status }) {
   const command = restartCommand(status);
@@ -78,10 +73,13 @@ function RestartHint({ status }: { status: Status }) {
 
 /** When the current state will change, if that is known and the reason does not say it. */
 function UpcomingChanges({ status }: { status: Status }) {
+  // Neither a schedule nor a pause starts a node that has ended, or is about to.
+  if (isOutside(status) && status.phase !== "paused") return null;
+  if (status.phase === "draining" || status.phase === "leaving") return null;
   const facts: string[] = [];
   const until = moment(status.pause?.until);
   const next = moment(status.schedule_next);
-  if (until !== null && status.phase !== "paused") facts.push(`Until ${soon(until, clock.value)}`);
+  if (until !== null && status.code === "pausing") facts.push(`Until ${soon(until, clock.value)}`);
   if (status.pause?.after_round != null && status.phase !== "paused") {
     facts.push(`Pauses after round ${status.pause.after_round}`);
   }
@@ -98,7 +96,7 @@ function UpcomingChanges({ status }: { status: Status }) {
 /** Progress to the next sync. */
 function Progress({ status }: { status: Status }) {
   const { training, sync, run, phase } = status;
-  const moving = phase === "training" || phase === "syncing" || phase === "draining";
+  const moving = isMoving(status);
   const share = moving ? Math.min(1, Math.max(0, sync.progress_ratio)) : 0;
   const eta = sync.eta_s === null || !moving ? null : Math.max(0, sync.eta_s - (stale.value ? 0 : ageS.value));
   const text = `Round ${run.round + 1}: ${percent(share)} of the way to the next sync`;
@@ -127,7 +125,7 @@ function Progress({ status }: { status: Status }) {
           </Reading>
         )}
         <Reading label="Next sync">
-          {phase === "syncing" ? (sync.stage === "idle" ? "now" : sync.stage) : eta === null ? "–" : eta < 1 ? "due" : `in ${duration(Math.round(eta))}`}
+          {moving && phase === "syncing" ? (sync.stage === "idle" ? "now" : sync.stage) : eta === null ? "–" : eta < 1 ? "due" : `in ${duration(Math.round(eta))}`}
         </Reading>
         <Reading label="Loss">
           {decimals(training.loss, 3)} <small>evaluated {decimals(training.evaluation_loss, 3)}</small>
@@ -154,6 +152,12 @@ const MORNING = 8;
 function Actions({ status }: { status: Status }) {
   const [confirming, setConfirming] = useState(false);
   const can = availableActions(status);
+  const box = useRef<HTMLDivElement>(null);
+  const hadFocus = useRef(false);
+  // A button that disappears, because its action is done, must not lose the keyboard focus.
+  useLayoutEffect(() => {
+    if (hadFocus.current && document.activeElement === document.body) box.current?.querySelector("button")?.focus();
+  }, [can.pause, can.resume, can.leave, confirming]);
   const runAction = async (action: Action, how?: PauseOrder) => {
     actionError.value = "";
     try {
@@ -163,12 +167,30 @@ function Actions({ status }: { status: Status }) {
     }
   };
   if (confirming && can.leave) {
-    return <LeaveConfirmation canDrain={can.drain} close={() => setConfirming(false)} run={(action) => void runAction(action)} />;
+    return (
+      <LeaveConfirmation
+        canDrain={can.drain}
+        close={() => {
+          hadFocus.current = true;
+          setConfirming(false);
+        }}
+        run={(action) => void runAction(action)}
+      />
+    );
   }
   const morning = tomorrowAt(new Date(), MORNING);
   const round = status.run.round + 1;
   return (
-    <div class="orders">
+    <div
+      class="orders"
+      ref={box}
+      onFocusIn={() => {
+        hadFocus.current = true;
+      }}
+      onFocusOut={({ relatedTarget }) => {
+        if (relatedTarget !== null) hadFocus.current = false;
+      }}
+    >
       {can.pause && (
         <Menu
           label="Pause"

@@ -20,7 +20,11 @@ export function HoursEditor({ id, value, disabled, describedBy, change }: Props)
       <Week hours={parsed.filter((hours) => hours !== null)} always={!value.length} />
       {value.map((text, at) => {
         const hours = parsed[at];
-        const remove = () => change(value.filter((_, index) => index !== at));
+        const remove = () => {
+          change(value.filter((_, index) => index !== at));
+          // The button disappears with its row, so this one takes the keyboard focus.
+          document.getElementById(`${id}-add`)?.focus();
+        };
         return (
           <fieldset key={at} disabled={disabled}>
             <legend class="unseen">Hours {at + 1}</legend>
@@ -35,7 +39,7 @@ export function HoursEditor({ id, value, disabled, describedBy, change }: Props)
           </fieldset>
         );
       })}
-      <button type="button" class="button" disabled={disabled} onClick={() => change([...value, formatHours(EVENING)])}>
+      <button type="button" id={`${id}-add`} class="button" disabled={disabled} onClick={() => change([...value, formatHours(EVENING)])}>
         Add hours
       </button>
     </div>

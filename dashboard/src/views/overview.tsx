@@ -4,7 +4,7 @@ import { useState } from "preact/hooks";
 import type { Status } from "../api/schema";
 import { Fact, Prose, Section } from "../components/text";
 import { bytes, count, hours, many, NONE, percent } from "../format/format";
-import { isRelay, reach } from "../format/status-text";
+import { company, isOutside, isRelay, reach } from "../format/status-text";
 import { link, OFFLINE, stale, status } from "../state/store";
 import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./chart-specs";
 import { Amendments } from "./amendments";
@@ -124,31 +124,30 @@ function tokensNote({ tokens_merged: merged, tokens_discarded: discarded }: Stat
 }
 
 function Network({ status: now }: { status: Status }) {
-  const { connected, training } = now.peers;
-  const alone = training <= 1 && connected === 0;
-  const offline = now.pause.by === "traffic";
+  const outside = isOutside(now);
+  const alone = now.peers.training <= 1 && now.peers.connected === 0;
   return (
     <Section title="Network" id="network">
       <div class="network">
-        <div>
-          <p class="plain" data-reach={now.reachability}>
-            <strong>{reach(now.reachability, now.reachability_code, isRelay(now))}</strong>
-          </p>
-          {now.reachability_reason && (
-            <p class="quiet">
-              <Prose text={now.reachability_reason} />
+        {!outside && (
+          <div>
+            <p class="plain" data-reach={now.reachability}>
+              <strong>{reach(now.reachability, now.reachability_code, isRelay(now))}</strong>
             </p>
-          )}
-        </div>
+            {now.reachability_reason && (
+              <p class="quiet">
+                <Prose text={now.reachability_reason} />
+              </p>
+            )}
+          </div>
+        )}
         <div>
           <p class="plain">
-            <strong>
-              {offline ? "This node is not in the swarm." : alone ? "No other members now. What this node trains alone counts, too." : `${many(training, "member")} training, ${count(connected)} connected to this node.`}
-            </strong>
+            <strong>{company(now)}</strong>
           </p>
-          {alone && !offline && <p class="quiet">Send the invite to someone, who can then join this run.</p>}
-          {now.run.invite && !stale.value && <Invite text={now.run.invite} />}
-          {now.run.invite_note && (
+          {alone && !outside && <p class="quiet">Send the invite to someone, who can then join this run.</p>}
+          {now.run.invite && !stale.value && !outside && <Invite text={now.run.invite} />}
+          {now.run.invite_note && !outside && (
             <p class="quiet" data-invite-note>
               <Prose text={now.run.invite_note} />
             </p>

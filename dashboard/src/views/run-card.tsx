@@ -2,11 +2,11 @@
 
 import { useSignal } from "@preact/signals";
 import { api } from "../api/client";
-import type { OwnRun, PublicRun, RankedMember } from "../api/schema";
+import type { OwnRun, PublicRun, RankedMember, Status } from "../api/schema";
 import { Fact, Section } from "../components/text";
 import { count, many, NONE, ordinal, percent, timeLeft } from "../format/format";
 import { clean, cleanName } from "../format/sanitize";
-import { sourceName } from "../format/status-text";
+import { isOutside, sourceName } from "../format/status-text";
 import { reconnects, status, usePolling } from "../state/store";
 
 const REFRESH_MS = 30_000;
@@ -40,7 +40,7 @@ export function RunCard() {
           {count(run.parameters || null)}
         </Fact>
         <Fact label="Members" note={run.members_ever ? `${count(run.members_ever)} ever` : ""}>
-          {count(status.value?.peers.training ?? run.members.length)}
+          {membersNow(status.value, run)}
         </Fact>
       </dl>
       <p class="quiet text">
@@ -50,6 +50,12 @@ export function RunCard() {
       </p>
     </Section>
   );
+}
+
+/** How many members train now. */
+function membersNow(own: Status | null, run: PublicRun): string {
+  if (!own) return count(run.members.length);
+  return isOutside(own) ? NONE : count(own.run.is_paused ? 0 : own.peers.training);
 }
 
 /** Progress of the whole run. */

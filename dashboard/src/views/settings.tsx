@@ -1,7 +1,7 @@
 /** The form for the settings that can change while the node runs. */
 
 import { useSignal } from "@preact/signals";
-import { useEffect } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { api, closeSession, type Json, ApiError, errorText } from "../api/client";
 import type { ResolvedConfig } from "../api/schema";
 import { Section } from "../components/text";
@@ -138,8 +138,14 @@ export function Settings() {
 /** One bar for all changes. It stays at the lower edge of the window. */
 function SaveBar({ fault, result, discard }: { fault: string; result: string; discard(): void }) {
   const changes = Object.keys(drafts.value).length;
+  const bar = useRef<HTMLDivElement>(null);
+  // The buttons disappear with the changes, so the bar takes the keyboard focus.
+  useLayoutEffect(() => {
+    if (!changes && bar.current?.dataset["had"] && document.activeElement === document.body) bar.current.focus();
+    if (bar.current) bar.current.dataset["had"] = changes ? "changes" : "";
+  }, [changes]);
   return (
-    <div class={changes || fault ? "save open" : "save"} data-testid="save">
+    <div class={changes || fault ? "save open" : "save"} data-testid="save" ref={bar} tabIndex={-1}>
       {changes > 0 && (
         <>
           <span>{changes === 1 ? "1 unsaved change" : `${changes} unsaved changes`}</span>
@@ -234,7 +240,15 @@ function Row({ field, config, later, value, isDraft, fault, draft, reset }: RowP
           {field.help} {!when && "Cannot change while the node runs."}
           {when === "restart" && !later && LATER} {origin && origin !== "default" && origin !== OWN && `From: ${clean(origin)}.`}
           {origin === OWN && when && (
-            <button type="button" class="text" onClick={reset}>
+            <button
+              type="button"
+              class="text"
+              onClick={() => {
+                // The button disappears, so the field takes the keyboard focus.
+                document.getElementById(id)?.focus();
+                reset();
+              }}
+            >
               Reset to default<span class="unseen">: {field.label}</span>
             </button>
           )}

@@ -7,7 +7,7 @@ import { type Column, Table } from "../components/table";
 import { Fact, Name, Section } from "../components/text";
 import { brief, count, many, moment, NONE, percent, tokensPerSecond } from "../format/format";
 import { cleanName } from "../format/sanitize";
-import { isRelay, peerPhase } from "../format/status-text";
+import { isOutside, isRelay, peerPhase } from "../format/status-text";
 import { now, reconnects, status, usePolling } from "../state/store";
 import { RELAY_SWARM_CHARTS, SWARM_CHARTS } from "./chart-specs";
 import { Charts } from "./charts";
@@ -19,8 +19,9 @@ const ROUNDS_SHOWN = 50;
 
 export function Swarm() {
   const relay = status.value !== null && isRelay(status.value);
+  const outside = status.value !== null && isOutside(status.value);
   const swarm = useSignal<SwarmTable | null>(null);
-  const peers = swarm.value?.peers ?? null;
+  const peers = outside ? [] : (swarm.value?.peers ?? null);
   const rounds = useSignal<RoundRecord[] | null>(null);
   const contributions = useSignal<Contribution[] | null>(null);
 
@@ -47,7 +48,7 @@ export function Swarm() {
       <h1 class="title">
         Swarm {status.value?.run.name && <small>{cleanName(status.value.run.name, 48)}</small>}
       </h1>
-      <Sums peers={peers} />
+      <Sums peers={outside ? null : peers} />
       <Section title="Rounds" id="rounds-title">
         {relay ? (
           <p class="plain" data-testid="rounds">
@@ -61,11 +62,11 @@ export function Swarm() {
         <Table
           caption="Peers"
           columns={PEERS}
-          rows={[...withOwnStatus(peers ?? [], status.value), ...(swarm.value?.departed ?? []).map(asRow)]}
+          rows={[...withOwnStatus(peers ?? [], status.value), ...(outside ? [] : (swarm.value?.departed ?? [])).map(asRow)]}
           id={(peer) => peer.peer_id}
           first={{ column: "tokens_per_second", descending: true }}
           rowClass={(peer) => (peer.gone ? "departed" : peer.this_node ? "marked" : undefined)}
-          empty={peers === null ? "Loading." : "No members yet. Send the invite to someone, who can then join this run."}
+          empty={outside ? "This node is not in the swarm." : peers === null ? "Loading." : "No members yet. Send the invite to someone, who can then join this run."}
         />
       </Section>
       {!relay && (
@@ -103,13 +104,14 @@ function withOwnStatus(peers: PeerRow[], own: Status | null): Row[] {
 }
 
 function Sums({ peers }: { peers: PeerRow[] | null }) {
-  const working = (peers ?? []).filter((peer) => peer.phase === "training" || peer.phase === "syncing");
+  const run = status.value?.run;
+  // While the run is paused, members report the speed that they had before.
+  const working = run?.is_paused ? [] : (peers ?? []).filter((peer) => peer.phase === "training" || peer.phase === "syncing");
   const speed = working.reduce((sum, peer) => sum + peer.tokens_per_second, 0);
   const busy = working.map((peer) => peer.compute_utilization_ratio).filter((ratio) => ratio != null);
-  const run = status.value?.run;
   return (
     <dl class="ledger">
-      <Fact label="Training" note={peers && peers.length > working.length ? `of ${many(peers.length, "member")}` : ""}>
+      <Fact label="Training" note={run?.is_paused ? "the run is paused" : peers && peers.length > working.length ? `of ${many(peers.length, "member")}` : ""}>
         {peers ? count(working.length) : NONE}
       </Fact>
       <Fact label="Together">{peers ? tokensPerSecond(speed) : NONE}</Fact>
