@@ -699,13 +699,13 @@ def _certificate(call: Call) -> int:
     from node.commands import credit
 
     certificate, finding = credit.certificate_of(call.data_dir)
-    texts = {call.args.badge: credit.badge(finding), call.args.file: certificate.model_dump_json() + "\n"}
-    for path in texts:
-        if path is not None and path.exists():
+    texts = ((call.args.file, certificate.model_dump_json() + "\n"), (call.args.badge, credit.badge(finding)))
+    files = [(path, text) for path, text in texts if path is not None]
+    for path, _ in files:  # Nothing is written if one of them exists.
+        if path.exists():
             raise UsageError(f"{path} exists already: name a new file.")
-    for path, text in texts.items():
-        if path is not None:
-            _write_new(path, text)
+    for path, text in files:
+        _write_new(path, text)
     print(certificate.model_dump_json() if call.args.file is None else credit.describe(finding))
     return 0
 
