@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -55,9 +56,18 @@ def delete(namespace: str) -> None:
                 with suppress(psutil.NoSuchProcess):
                     killed.append(psutil.Process(int(word)))
                     killed[-1].kill()
-        psutil.wait_procs(killed, END_S)
+        ends_at_s = time.monotonic() + END_S
+        while any(map(_runs, killed)) and time.monotonic() < ends_at_s:
+            time.sleep(0.01)
     with suppress(subprocess.SubprocessError):
         run("ip", "netns", "delete", namespace)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether the process has not ended. Leaves the exit status of a child to whoever waits for it."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def filter_packets(namespace: str, rules: Sequence[str], *, family: int) -> None:

@@ -148,7 +148,7 @@ def test_only_the_owner_can_read_what_a_node_and_its_worker_write(tmp_path: Path
     with Swarm(tmp_path / "swarm") as swarm:
         node = swarm.node("founder")
         node.program = "node.cli"  # A forked worker would have the umask of the fork server.
-        node.start("--checkpoint.every_s=0.5").until_round(3)
+        node.start("--checkpoint.every_s=0.5").until_round(1, PATIENCE * START_S)
         assert node.stop() == 0 and node.checkpoints()
         open_to_others = [
             str(path.relative_to(node.folder))
