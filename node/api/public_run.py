@@ -223,7 +223,7 @@ def make_public_run(
         tokens=run.swarm_tokens,
         total_tokens=total,
         progress_ratio=min(1.0, run.swarm_tokens / total) if total else 0.0,
-        ends_at=_end_at(now, left, rate),
+        ends_at=None if run.is_paused else _end_at(now, left, rate),
         tokens_per_second=rate,
         loss=status.training.evaluation_loss,
         state_digest=run.state_digest,
@@ -350,6 +350,8 @@ def _moment(record: RoundRecord) -> datetime:
 def _state(view: View) -> str:
     if not view.alive or view.status.phase in UNSEEING_PHASES or view.status.code == TRAFFIC_LIMIT:
         return "unknown"
+    if view.status.run.is_paused:  # Its members wait in phase `syncing`.
+        return "paused"
     if any(row.phase in MEMBER_PHASES for row in view.swarm):
         return "training"
     return "paused" if any(row.phase == Phase.PAUSED.value for row in view.swarm) else "waiting"

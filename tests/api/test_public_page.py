@@ -169,6 +169,16 @@ def test_node_that_is_out_of_the_swarm_does_not_know_what_the_run_does(node: Fak
     assert "Waiting for members" not in client(node, public=True).get("/public/").text
 
 
+def test_paused_run_is_shown_as_paused_and_without_an_end(node: FakeNode) -> None:
+    assert public(node)["state"] == "training" and public(node)["ends_at"] is not None
+    info = node.board.status.run.model_copy(update={"is_paused": True})
+    rows = (row(KEYS[0], "Ada", "syncing"),)
+    node.board.apply_report(Report(state=PhaseState(phase=Phase.SYNCING, code="run_paused"), run=info, swarm=rows))
+    assert (public(node)["state"], public(node)["ends_at"]) == ("paused", None)
+    page = client(node, public=True).get("/public/").text
+    assert '<p class="eyebrow">Paused</p>' in page and ">Ada</li>" in page
+
+
 def write_owners(node: FakeNode, **owners: tuple[str, str, str]) -> None:
     """Write the owner of each of KEYS, by the letter in it, as (key, name, team)."""
     known = {key: dict(zip(("key", "name", "team"), owners[key[-1]], strict=True)) for key in KEYS if key[-1] in owners}

@@ -328,6 +328,7 @@ def test_paused_run_has_no_speed_and_no_member_that_trains(village: Scene, tab: 
     told = dict(text.replace("\u202f", " ").split("\n", 1) for text in readings.all_inner_texts())
     assert told["Speed"] == "0 tok/s" and told["Next sync"] == "–"
     tab.page.locator("[aria-labelledby=network]").get_by_text("The run is paused, so nobody trains").wait_for()
+    tab.page.locator("[aria-labelledby=run]").get_by_text("The run is paused.").wait_for()
     tab.view("Swarm")
     tab.page.locator("main .ledger").get_by_text("the run is paused").wait_for()
     assert tab.page.locator("main .ledger dd").first.inner_text().split("\n")[0] == "0"

@@ -52,16 +52,19 @@ export function RunCard() {
   );
 }
 
-/** How many members train now. */
+/** How many members take part now. */
 function membersNow(own: Status | null, run: PublicRun): string {
   if (!own) return count(run.members.length);
-  return isOutside(own) ? NONE : count(own.run.is_paused ? 0 : own.peers.training);
+  return isOutside(own) ? NONE : count(own.peers.training);
 }
 
 /** Progress of the whole run. */
 function Whole({ run }: { run: PublicRun }) {
   const share = Math.min(1, Math.max(0, run.progress_ratio));
-  const left = run.state === "complete" ? "The run is complete. Thank you." : timeLeft(run.ends_at, Date.now());
+  const left =
+    run.state === "complete" ? "The run is complete. Thank you."
+    : status.value?.run.is_paused ? "The run is paused."
+    : timeLeft(run.ends_at, Date.now());
   return (
     <div class="whole">
       <p>
