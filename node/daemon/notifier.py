@@ -26,6 +26,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 
 from node.config.schema import NotifyConfig
+from node.errors import cause_of
 from node.host.files import write_whole
 from node.status import Phase, Status, utc_now
 
@@ -254,7 +255,7 @@ def _reason(error: Exception) -> str:
     """The kind of an error. Its text may hold the URL, which can be a secret."""
     reason = error.reason if isinstance(error, URLError) else error
     if isinstance(reason, OSError):
-        return reason.strerror or str(reason) or type(reason).__name__
+        return reason.strerror or cause_of(reason)
     return type(reason).__name__
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,7 +12,7 @@ from tests.homes.home import Home
 from tests.homes.namespace import inside
 from tests.homes.nodes import START_S, Pace, found, join
 from tests.homes.world import world
-from tests.swarm.harness import Node, Swarm, checkpoint_round, common_rounds, environment, wait_for
+from tests.swarm.harness import Node, Swarm, checkpoint_round, command, common_rounds, wait_for
 from tests.swarm.test_credit import credit, tables_at_one_round
 
 pytestmark = pytest.mark.skipif(not os.environ.get("DILOCO_TEST_HOMES"), reason="real nodes: set DILOCO_TEST_HOMES=1")
@@ -29,10 +27,9 @@ def tip_round(node: Node) -> int:
 
 
 def steer(node: Node, *words: str) -> None:
-    line = [sys.executable, "-m", "node.cli", "steer", *words, "--data-dir", str(node.folder)]
     with inside(node.namespace):
-        done = subprocess.run(line, env=environment({}), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+        code, _, problem = command("steer", *words, "--data-dir", str(node.folder))
+    assert code == 0, problem
 
 
 def was_taken_back(node: Node) -> bool:

@@ -139,10 +139,11 @@ export function Settings() {
 function SaveBar({ fault, result, discard }: { fault: string; result: string; discard(): void }) {
   const changes = Object.keys(drafts.value).length;
   const bar = useRef<HTMLDivElement>(null);
+  const hadChanges = useRef(false);
   // The buttons disappear with the changes, so the bar takes the keyboard focus.
   useLayoutEffect(() => {
-    if (!changes && bar.current?.dataset["had"] && document.activeElement === document.body) bar.current.focus();
-    if (bar.current) bar.current.dataset["had"] = changes ? "changes" : "";
+    if (!changes && hadChanges.current && document.activeElement === document.body) bar.current?.focus();
+    hadChanges.current = changes > 0;
   }, [changes]);
   return (
     <div class={changes || fault ? "save open" : "save"} data-testid="save" ref={bar} tabIndex={-1}>
