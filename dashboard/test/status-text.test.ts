@@ -37,6 +37,8 @@ test("unknown phases and reachabilities have a text", () => {
   expect(reach("none", "not_tested")).toContain("Not tested yet");
   expect(reach("none", "not_reached")).toBe(reach("none"));
   expect(reach("none", "not_reached", true)).toContain("carries no calls");
+  expect(reach("direct", "", false, true)).toBe("Members on this network can reach this node directly.");
+  expect(reach("relay", "", false, true)).toBe(reach("relay"));
 });
 
 const status = (phase: Phase, more: object = {}) => ({ phase, code: phase, node: { mode: "train" }, ...more }) as unknown as Status;
@@ -155,6 +157,8 @@ test("a node outside the swarm does not tell who trains there", () => {
   expect(company(limited)).toBe("This node is not in the swarm.");
   const alone = { ...more, peers: { connected: 0, training: 1 } };
   expect(company(status("training", alone))).toContain("trains alone counts");
-  expect(company(status("connecting", alone))).toBe("No other members are known yet.");
+  for (const phase of ["starting", "connecting", "paused"] as Phase[]) {
+    expect(company(status(phase, alone))).toBe("No other members are known yet.");
+  }
   expect(company(status("training", { ...alone, node: { mode: "relay" } }))).toBe("No other members now.");
 });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,7 @@ from typing import cast
 import pytest
 from playwright.sync_api import BrowserContext
 
-from node.status import PauseInfo, Phase, Sample
+from node.status import PauseInfo, Phase, Sample, TrainingInfo
 from tests.browser.harness import NARROW, WIDE, Dashboard
 from tests.browser.scene import MONTH, Scene, peer, scene
 from tests.swarm.harness import Node, wait_for
@@ -63,6 +64,15 @@ def test_newest_text_of_the_model_is_shown_as_plain_text(village: Scene, tab: Da
     shown.filter(has_text="<img src=x onerror=alert(1)>").wait_for()
     assert "\u202e" not in shown.inner_text()
     assert shown.locator("img").count() == 0
+
+
+def test_newest_text_of_the_model_stays_while_the_node_is_paused(village: Scene, tab: Dashboard) -> None:
+    kept = [{"round": 40, "prompt": "def open_file(", "text": "kept on disk"}]
+    (village.folder / "samples.json").write_text(json.dumps({"samples": kept}))
+    village.show(training=TrainingInfo())
+    village.enter(Phase.PAUSED)
+    tab.page.reload()
+    tab.mark("answer").filter(has_text="kept on disk").wait_for()
 
 
 def test_explanation_of_a_term_appears_on_focus_and_stays_inside_a_narrow_window(tab: Dashboard) -> None:

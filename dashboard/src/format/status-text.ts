@@ -96,7 +96,7 @@ export function company(status: Status): string {
   if (isOutside(status)) return "This node is not in the swarm.";
   if (status.run.is_paused) return `The run is paused, so nobody trains. ${links}`;
   if (training > 1 || connected > 0) return `${many(training, "member")} training, ${links}`;
-  if (status.phase === "starting" || status.phase === "connecting") return "No other members are known yet.";
+  if (["starting", "connecting", "paused"].includes(status.phase)) return "No other members are known yet.";
   return isRelay(status) ? "No other members now." : "No other members now. What this node trains alone counts, too.";
 }
 
@@ -167,9 +167,11 @@ const REACH: Record<string, string> = {
 
 const UNTESTED = new Set(["not_tested", "disputed"]);
 
-export function reach(reachability: string, code?: string, relay = false): string {
+/** How others reach this node. `nearby`: only from this machine or network, as far as is known. */
+export function reach(reachability: string, code?: string, relay = false, nearby = false): string {
   if (code !== undefined && UNTESTED.has(code)) return "Not tested yet. It is unknown whether other members can reach this node.";
   if (relay && reachability === "none") return "Other members cannot connect to this relay, so it carries no calls.";
+  if (nearby && reachability === "direct") return "Members on this network can reach this node directly.";
   return REACH[reachability] ?? reachability;
 }
 

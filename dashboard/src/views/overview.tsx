@@ -132,7 +132,7 @@ function Network({ status: now }: { status: Status }) {
         {!outside && (
           <div>
             <p class="plain" data-reach={now.reachability}>
-              <strong>{reach(now.reachability, now.reachability_code, isRelay(now))}</strong>
+              <strong>{reach(now.reachability, now.reachability_code, isRelay(now), !!now.run.invite_note)}</strong>
             </p>
             {now.reachability_reason && (
               <p class="quiet">

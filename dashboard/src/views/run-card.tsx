@@ -1,6 +1,6 @@
 /** The run that this node takes part in: purpose, progress, and this node's share of the work. */
 
-import { useSignal } from "@preact/signals";
+import { signal } from "@preact/signals";
 import { api } from "../api/client";
 import type { OwnRun, PublicRun, RankedMember, Status } from "../api/schema";
 import { Fact, Section } from "../components/text";
@@ -11,17 +11,19 @@ import { reconnects, status, usePolling } from "../state/store";
 
 const REFRESH_MS = 30_000;
 
+/** The newest answer. It outlives the worker, which the status does not. */
+export const ownRun = signal<OwnRun | null>(null);
+
 export function RunCard() {
-  const found = useSignal<OwnRun | null>(null);
   usePolling(
     async () => {
-      found.value = await api.run();
+      ownRun.value = await api.run();
     },
     REFRESH_MS,
     [reconnects.value, status.value?.run.manifest_hash],
   );
-  if (!found.value?.run.name) return null;
-  const { run, own } = found.value;
+  if (!ownRun.value?.run.name) return null;
+  const { run, own } = ownRun.value;
   const relay = status.value?.node.mode === "relay";
   return (
     <Section title="Run" id="run">

@@ -6,6 +6,7 @@ import type { GeneratedText } from "../api/schema";
 import { Section } from "../components/text";
 import { clean } from "../format/sanitize";
 import { status } from "../state/store";
+import { ownRun } from "./run-card";
 
 const LONGEST_PROMPT = 2000;
 const TOKENS = 64;
@@ -52,7 +53,7 @@ export function TryModel() {
       </form>
       <div aria-live="polite">
         {problem.value && <p class="problem">{problem.value}</p>}
-        {answer.value && <Text prompt={answer.value.prompt} text={answer.value.found.text} round={answer.value.found.round} />}
+        {answer.value && <Text {...answer.value.found} prompt={answer.value.prompt} />}
       </div>
       {!answer.value && <NewestSample />}
     </Section>
@@ -61,12 +62,19 @@ export function TryModel() {
 
 /** The text that the model wrote at its newest evaluation. */
 function NewestSample() {
-  const samples = status.value?.training?.samples ?? [];
-  const newest = samples.reduce<(typeof samples)[number] | null>((a, b) => (a && a.round > b.round ? a : b), null);
-  return newest && <Text prompt={newest.prompt} text={newest.text} round={newest.round} />;
+  const fromWorker = status.value?.training?.samples ?? [];
+  const kept = (ownRun.value?.run.samples ?? []).map(({ number: round, ...sample }) => ({ round, ...sample }));
+  const newest = [...kept, ...fromWorker].reduce<Sample | null>((a, b) => (a && a.round > b.round ? a : b), null);
+  return newest && <Text {...newest} />;
 }
 
-function Text({ prompt, text, round }: { prompt: string; text: string; round: number }) {
+interface Sample {
+  prompt: string;
+  text: string;
+  round: number;
+}
+
+function Text({ prompt, text, round }: Sample) {
   return (
     <figure data-testid="answer">
       <pre>
