@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Two-sided 95 % quantiles of Student's t distribution by degrees of freedom."""
+T_95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+)  # fmt: skip
+"""Two-sided 95 % quantiles of Student's t distribution for 1 to 15 degrees of freedom. More are taken as 15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +74,5 @@ def interval_95(differences: Sequence[float]) -> tuple[float, float]:
     mean = statistics.fmean(differences)
     if len(differences) < 2:
         return mean, math.inf
-    degrees = len(differences) - 1
-    return mean, T_95.get(degrees, 1.96) * statistics.stdev(differences) / math.sqrt(len(differences))
+    quantile = T_95[min(len(differences) - 1, len(T_95)) - 1]
+    return mean, quantile * statistics.stdev(differences) / math.sqrt(len(differences))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,19 +14,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from node.diloco.outer import OuterState
 from node.training.corpus import load_corpus
 from node.training.inner import InnerLoop
-from tests.benchmarks.book.arm import Arm
-from tests.benchmarks.book.cells import Store
-from tests.benchmarks.book.chapters import CHAPTERS
-from tests.benchmarks.book.claims import Claim, Rule, Verdict, gap_gained, judge, perplexity
+from tests.benchmarks.book.arm import BATCH, STEPS, Arm
+from tests.benchmarks.book.cells import Store, name, run
+from tests.benchmarks.book.chapters import BASE, CHAPTERS, at_equal_tokens
+from tests.benchmarks.book.claims import Claim, Rule, Verdict, early_loss, gap_gained, judge, perplexity
 from tests.benchmarks.book.schedule import active_workers
 from tests.benchmarks.book.shards import cluster, shard
-from tests.benchmarks.book.trial import Result, Trial, pairwise_cosine, sign_pruned
+from tests.benchmarks.book.trial import LENGTH, Result, Trial, pairwise_cosine, sign_pruned
 from tests.benchmarks.processes import ROOT
 
 SHORT = Arm(workers=2, steps=20, inner_steps=10)
@@ -63,9 +64,17 @@ def test_verdict_is_certain_only_if_the_whole_interval_is_on_one_side(
 
 
 def test_training_that_diverged_refutes_a_claim_that_it_is_better() -> None:
-    both = [(Result(math.inf), Result(2.0)), (Result(2.0), Result(2.0))]
-    assert judge(claim(Rule.BELOW), both).verdict is Verdict.REFUTED
-    assert judge(claim(Rule.ABOVE), both).verdict is Verdict.REPRODUCED
+    for loss in (math.inf, 800.0):
+        both = [(Result(loss), Result(2.0)), (Result(2.0), Result(2.0))]
+        assert judge(claim(Rule.BELOW), both).verdict is Verdict.REFUTED
+        assert judge(claim(Rule.ABOVE), both).verdict is Verdict.REPRODUCED
+        assert judge(replace(claim(Rule.ABOVE), measure=gap_gained), both).verdict is Verdict.UNSEEN
+
+
+def test_nothing_follows_from_a_training_with_which_an_arm_is_compared_and_that_diverged() -> None:
+    both = [(Result(2.0), Result(math.inf)), (Result(2.0), Result(2.0))]
+    for rule in Rule:
+        assert judge(claim(rule), both).verdict is Verdict.UNSEEN
 
 
 def test_effects_have_the_sign_of_the_first_arm() -> None:
@@ -73,6 +82,7 @@ def test_effects_have_the_sign_of_the_first_arm() -> None:
     assert perplexity(worse, better) == pytest.approx(100 * (math.exp(0.1) - 1))
     falling = Result(2.0, [(n, 3.0 - n / 4) for n in range(1, 5)])
     flat = Result(2.0, [(n, 2.5) for n in range(1, 5)])
+    assert early_loss(falling, flat) == pytest.approx(10.0)
     assert gap_gained(falling, flat) == pytest.approx(10.0), "2.75 against 2.5 after a quarter, and equal at the end"
 
 
@@ -88,14 +98,17 @@ def test_unknown_schedule_is_refused() -> None:
         active_workers("sideways", 8, 32)
 
 
-def test_shards_are_disjoint_and_hold_the_whole_training_text() -> None:
+@pytest.mark.parametrize("workers", [4, 8])
+def test_shards_are_disjoint_hold_the_whole_training_text_and_are_large(workers: int) -> None:
     corpus = load_corpus()
-    labels = cluster(corpus.train, 4)
-    assert np.array_equal(labels, cluster(corpus.train, 4))
-    shards = [shard(corpus, labels, number) for number in range(4)]
+    labels = cluster(corpus.train, workers)
+    assert np.array_equal(labels, cluster(corpus.train, workers))
+    shards = [shard(corpus, labels, number) for number in range(workers)]
     assert sum(part.train.documents for part in shards) == corpus.train.documents
     assert sum(len(part.train.tokens) for part in shards) == len(corpus.train.tokens)
-    assert min(part.train.documents for part in shards) > 0
+    sizes = [len(part.train.tokens) for part in shards]
+    assert min(sizes) > STEPS * BATCH * LENGTH, "each worker trains on a token at most once"
+    assert max(sizes) < sum(sizes) / 2
 
 
 def test_sign_pruning_first_drops_small_elements_against_the_sign_of_the_row() -> None:
@@ -166,6 +179,26 @@ def test_lost_contribution_arrives_one_round_later() -> None:
     assert {worker.steps for worker in trial.workers} == {20}
 
 
+def test_steps_of_one_worker_before_the_others_start_do_not_weigh_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, weights = Trial(SHORT.but(pretrain=0.5), 0), []
+    weight = Trial._weight
+
+    def noted(trial: Trial, worker: object) -> int:
+        weights.append(weight(trial, worker))  # type: ignore[arg-type]
+        return weights[-1]
+
+    monkeypatch.setattr(Trial, "_weight", noted)
+    trial.run()
+    assert weights == [10 * BATCH * LENGTH] * 2
+
+
+def test_workers_with_equal_tokens_share_one_batch() -> None:
+    for workers in (1, 2):
+        arm = at_equal_tokens(workers).but(steps=30)
+        assert Trial(arm, 0).run().tokens == 30 * 32 * LENGTH
+        assert arm.cost == BASE.but(steps=30).cost
+
+
 def test_slow_workers_make_fewer_steps_in_rounds_of_equal_time() -> None:
     speeds = (1.0, 0.25)
     by_time = Trial(SHORT.but(speeds=speeds), 0).run()
@@ -192,9 +225,26 @@ def test_store_drops_a_line_that_was_written_half(tmp_path: Path) -> None:
     again = Store(file)
     kept = again.get((SHORT, 0))
     assert kept is not None and kept.loss == 1.5
+    assert '"half' not in file.read_text()
     assert again.get((SHORT, 1)) is None and again.get((SHORT.but(workers=3), 0)) is None
     again.put((SHORT, 1), Result(1.6))
     assert all(Store(file).get((SHORT, seed)) is not None for seed in (0, 1))
+
+
+def test_cell_that_fails_does_not_lose_the_others(tmp_path: Path) -> None:
+    store = Store(tmp_path / "book.jsonl")
+    bad = SHORT.but(codec="none of ours")
+    failed = run([(bad, 0), (SHORT, 0)], store, jobs=1)
+    assert [cell for cell, _ in failed] == [(bad, 0)] and "none of ours" in str(failed[0][1])
+    assert store.get((SHORT, 0)) is not None
+
+
+def test_second_book_that_writes_to_the_same_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "book.jsonl"
+    with file.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            run([(SHORT, 0)], Store(file), jobs=1)
 
 
 def test_wrong_sign_of_the_pseudo_gradient_is_noticed() -> None:
@@ -212,9 +262,11 @@ def test_killed_book_goes_on_with_the_cells_that_are_left(tmp_path: Path) -> Non
     file = tmp_path / "book.jsonl"
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
         until_s = time.monotonic() + 120
-        while not file.exists() and time.monotonic() < until_s:
+        while not (file.exists() and file.stat().st_size) and time.monotonic() < until_s:
             time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGKILL)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert children and not psutil.wait_procs(children, timeout=10)[1], "they train on beside the next book"
     before = file.read_text()
     assert before, "no cell was finished"
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -227,4 +279,4 @@ def test_killed_book_goes_on_with_the_cells_that_are_left(tmp_path: Path) -> Non
 
 def test_shortened_claims_do_not_share_cells_with_the_whole_ones() -> None:
     one = CHAPTERS["workers"][0]
-    assert replace(one.arm, steps=60).key(0) != one.arm.key(0)
+    assert name((replace(one.arm, steps=60), 0)) != name((one.arm, 0))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from node.config.manifest import Schedule as LearningRateSchedule
@@ -13,8 +12,7 @@ WORKERS = 8
 INNER_STEPS = 30
 STEPS = 960
 """Inner steps of each worker: 32 rounds of 30, or 2 rounds of 480."""
-RECIPE = 1
-"""Raise this number when the training of an unchanged arm changes. Stored cells of another recipe are not used."""
+BATCH = 4
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,8 @@ class Arm:
     """H, inner steps from one round to the next."""
     steps: int = STEPS
     """Inner steps of each worker."""
+    batch: int = BATCH
+    """Rows of a worker's batch, each of 64 tokens."""
     hidden_size: int = 64
     layers: int = 2
 
@@ -37,6 +37,8 @@ class Arm:
     """The outer optimizer."""
     outer_lr: float = 0.7
     momentum: float = 0.6
+    adam_eps: float = 1e-8
+    """The epsilon of the outer Adam."""
     inner: str = "adamw"
     """The inner optimizer: `adamw` or `muon`."""
     inner_lr: float = 2e-3
@@ -86,17 +88,10 @@ class Arm:
 
     @property
     def cost(self) -> int:
-        """Inner steps of all workers together, in units of one worker's batch. An estimate of the computing time."""
-        return self.steps * (1 if self.kind == "plain" else self.workers) * self.hidden_size**2 // 64**2
+        """Rows of all workers together in units of one worker's batch. An estimate of the computing time."""
+        steps = self.steps * (1 if self.kind == "plain" else self.workers)
+        return steps * self.batch // BATCH * self.hidden_size**2 // 64**2
 
     def but(self, **changes: object) -> Arm:
         """This arm with other values."""
         return replace(self, **changes)  # type: ignore[arg-type]
-
-    def changes(self) -> dict[str, object]:
-        """The fields that differ from the default."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-
-    def key(self, seed: int) -> str:
-        """The name of the cell in the file of results."""
-        return json.dumps({"recipe": RECIPE, "seed": seed, **self.changes()}, sort_keys=True)

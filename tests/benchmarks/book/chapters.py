@@ -9,8 +9,8 @@ Local-SGD 2401.09135; OpenDiLoCo 2407.07852; MuLoCo 2505.23725; SparseLoCo 2508.
 
 from __future__ import annotations
 
-from tests.benchmarks.book.arm import INNER_STEPS, STEPS, WORKERS, Arm
-from tests.benchmarks.book.claims import Claim, Rule, cosine, gap_gained, loss
+from tests.benchmarks.book.arm import BATCH, INNER_STEPS, STEPS, WORKERS, Arm
+from tests.benchmarks.book.claims import Claim, Rule, cosine, early_loss, gap_gained, loss
 
 BASE = Arm()
 PLAIN = BASE.but(kind="plain")
@@ -21,8 +21,8 @@ SPEEDS = (1.0, 1.0, 0.25, 0.0625)
 
 
 def at_equal_tokens(workers: int) -> Arm:
-    """K workers that train on as many tokens as eight."""
-    return BASE.but(workers=workers, steps=STEPS * WORKERS // workers)
+    """K workers that share the batch of eight. So steps and tokens stay the same, as in the paper."""
+    return BASE.but(workers=workers, batch=BATCH * WORKERS // workers)
 
 
 def overlapped(ratio: float, **changes: object) -> Arm:
@@ -90,6 +90,7 @@ WORKERS_CHAPTER = [
         BELOW,
         1.0,
         loss,
+        note="Workers share one batch. One learning rate for all; the paper tunes it for each.",
     ),
     Claim(
         "workers-8-equal-tokens",
@@ -101,6 +102,7 @@ WORKERS_CHAPTER = [
         ABOVE,
         0.0,
         loss,
+        note="As above.",
     ),
 ]
 
@@ -115,6 +117,7 @@ LOCAL_STEPS = [
         BELOW,
         1.0,
         loss,
+        note="Without fragments, overlap and E3M0, and K 8 in place of 2.",
     ),
     Claim(
         "steps-480",
@@ -191,8 +194,19 @@ BASELINES = [
         loss,
     ),
     Claim(
+        "slow-early",
+        "DiLoCo is worse than data parallel training after a quarter of the tokens.",
+        "OpenDiLoCo, section 3",
+        "less efficient early, equal at the end (150M, H 500)",
+        BASE,
+        DATA_PARALLEL,
+        ABOVE,
+        0.0,
+        early_loss,
+    ),
+    Claim(
         "late-gain",
-        "DiLoCo is slower than data parallel training early, and makes up for it later.",
+        "DiLoCo gains on data parallel training from a quarter of the tokens to the end.",
         "OpenDiLoCo, section 3",
         "less efficient early, equal at the end (150M, H 500)",
         BASE,
@@ -242,23 +256,27 @@ LOST = [
             + (", if its worker moves to the new anchor." if rule == "carry" else ", if its worker trains on."),
             "DiLoCo, figure 8",
             "50 % lost: +2.1 % at most",
-            BASE.but(drop=percent / 100, drop_rule=rule),
+            BASE.but(drop=percent / 100, drop_rule=rule, weights=weights),
             BASE,
             BELOW,
             3.0,
         )
         for percent in (10, 30, 50)
-        for rule in ("carry", "stay")
+        for rule, weights in (("carry", "tokens"), ("stay", "uniform"))
     ),
-    Claim(
-        "drop-50-clusters",
-        "The same for 50 %, with a different shard for each worker.",
-        "DiLoCo, figure 8",
-        "+2.1 %",
-        BASE.but(drop=0.5, shards="clusters", weights="shard"),
-        BASE.but(shards="clusters", weights="shard"),
-        BELOW,
-        3.0,
+    *(
+        Claim(
+            f"drop-50-clusters-{rule}",
+            "The same for 50 %, with a different shard for each worker"
+            + (" that moves to the new anchor." if rule == "carry" else " that trains on."),
+            "DiLoCo, figure 8",
+            "+2.1 %",
+            BASE.but(drop=0.5, drop_rule=rule, shards="clusters", weights="shard"),
+            BASE.but(shards="clusters", weights="shard"),
+            BELOW,
+            3.0,
+        )
+        for rule in ("carry", "stay")
     ),
 ]
 
@@ -350,6 +368,7 @@ START = [
         BASE.but(pretrain=0.5),
         BASE.but(pretrain=0.25),
         ABOVE,
+        note="The longer start leaves fewer tokens in all, which favours the claim.",
     ),
 ]
 
@@ -392,11 +411,11 @@ INNER = [
 
 OVERLAP = [
     Claim(
-        "overlap-5",
-        "Applying the mean 5 % of a round late costs at most 0.5 %.",
+        "overlap-7",
+        "Applying the mean 2 of 30 steps late costs at most 0.5 %.",
         "Streaming DiLoCo, figure 8",
         "below 0.2 % of loss up to 10 steps late",
-        overlapped(0.05),
+        overlapped(2 / INNER_STEPS),
         BASE,
         BELOW,
         0.5,
@@ -437,14 +456,15 @@ OVERLAP = [
     ),
     Claim(
         "fragments",
-        "Three fragments, each 5 % of a round late, cost at most 0.5 %.",
+        "Three fragments, each applied 2 of 30 steps late, cost at most 0.5 %.",
         "Eager updates, table 3",
-        "2.67 against 2.68, -0.4 % of loss",
-        overlapped(0.05, fragments=3),
+        "2.67 against 2.68, -0.4 % of loss, without overlap",
+        overlapped(2 / INNER_STEPS, fragments=3),
         BASE,
         BELOW,
         0.5,
         loss,
+        note="With overlap, and its momentum.",
     ),
 ]
 
@@ -473,7 +493,7 @@ BITS = [
         "Error feedback does not make int4 worse.",
         "MuLoCo",
         "no loss with feedback (a figure only)",
-        BASE.but(codec="int4", feedback="classic"),
+        BASE.but(codec="int4", feedback="classic", result_feedback="classic"),
         BASE.but(codec="int4"),
         BELOW,
         0.5,
@@ -492,21 +512,21 @@ BITS = [
     ),
     Claim(
         "int2",
-        "Contributions in 2 bits with feedback, and their mean in int4, cost at most 0.5 %.",
+        "Contributions in 2 bits and their mean in int8, both with feedback, cost at most 0.5 %.",
         "MuLoCo",
         "nearly lossless with feedback (no figure read)",
-        BASE.but(codec="int2", result_codec="int4", feedback="classic", result_feedback="loco"),
+        BASE.but(codec="int2", result_codec="int8", feedback="classic", result_feedback="classic"),
         BASE,
         BELOW,
         0.5,
         loss,
     ),
     Claim(
-        "int2-both",
-        "Contributions and mean in 2 bits, both with feedback, cost at most 0.5 %.",
+        "int2-int4",
+        "The same with the mean in int4.",
         "MuLoCo",
         "nearly lossless with feedback (no figure read)",
-        BASE.but(codec="int2", feedback="classic", result_feedback="classic"),
+        BASE.but(codec="int2", result_codec="int4", feedback="classic", result_feedback="classic"),
         BASE,
         BELOW,
         0.5,
@@ -522,10 +542,11 @@ BITS = [
         BELOW,
         0.5,
         loss,
+        note="The node refuses this setting.",
     ),
     Claim(
-        "topk",
-        "The largest 256 of 4,096 elements in 2 bits, with feedback, cost at most 2 %.",
+        "topk-sparse-mean",
+        "The largest 256 of 4,096 elements in 2 bits, of contributions (with feedback) and mean, cost at most 2 %.",
         "SparseLoCo, abstract",
         "better than DiLoCo in full precision (no figure read)",
         BASE.but(codec="topk", feedback="classic"),
@@ -533,14 +554,14 @@ BITS = [
         BELOW,
         2.0,
         loss,
-        note="The mean is made sparse a second time, and the outer step has momentum; SparseLoCo does neither.",
+        note="The outer step has momentum, and the mean is made sparse a second time, which the node refuses.",
     ),
     Claim(
-        "topk-dense-mean",
-        "The same with the mean in fp16.",
+        "topk",
+        "The same with the mean in int8, also with feedback.",
         "SparseLoCo, abstract",
         "better than DiLoCo in full precision (no figure read)",
-        BASE.but(codec="topk", result_codec="fp16", feedback="classic"),
+        BASE.but(codec="topk", result_codec="int8", feedback="classic", result_feedback="classic"),
         BASE,
         BELOW,
         2.0,
@@ -617,7 +638,7 @@ SPEED = [
         BASE.but(workers=4, speeds=SPEEDS),
         BASE.but(workers=4, speeds=SPEEDS, policy="steps"),
         BELOW,
-        note="Both arms have the same time; the paper compares at equal steps.",
+        note="Both arms have the same time, in which rounds of equal steps are two; the paper compares at equal steps.",
     ),
     Claim(
         "slow-members-help",
@@ -628,6 +649,7 @@ SPEED = [
         BASE.but(workers=2),
         BELOW,
         0.5,
+        note="The paper compares four unequal workers with four equal ones.",
     ),
 ]
 
@@ -647,3 +669,18 @@ CHAPTERS: dict[str, list[Claim]] = {
     "similarity": SIMILARITY,
     "speeds": SPEED,
 }
+
+GRIDS: dict[str, list[Arm]] = {
+    "DiLoCo, inner rate": [BASE.but(inner_lr=lr) for lr in (1e-3, 2e-3, 4e-3)],
+    "one worker, inner rate": [PLAIN.but(inner_lr=lr) for lr in (1e-3, 2e-3, 4e-3)],
+    "data parallel, inner rate": [DATA_PARALLEL.but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3)],
+    "Muon, inner rate": [BASE.but(inner="muon", inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3)],
+    "outer SGD": [BASE.but(optimizer="sgd", outer_lr=lr) for lr in (0.7, 1.0, 1.5)],
+    "outer momentum": [BASE.but(optimizer="momentum", outer_lr=lr) for lr in (0.5, 0.7, 1.0)],
+    "outer Adam": [
+        BASE.but(optimizer="adam", outer_lr=lr, adam_eps=eps)
+        for lr, eps in ((1e-3, 1e-8), (3e-3, 1e-8), (1e-2, 1e-8), (0.1, 0.1), (0.3, 0.1))
+    ],
+}
+"""Settings that were compared, with seeds that no claim uses, before the arms of the claims were chosen."""
+GRID_SEEDS = (1000, 1001)

@@ -17,6 +17,9 @@ from tests.benchmarks.book.arm import Arm
 from tests.benchmarks.book.trial import Result
 from tests.benchmarks.curves import interval_95
 
+MOST_LOSS = 100.0
+"""Of a training that did not diverge, nats per token. Guessing has 5.6."""
+
 
 class Verdict(StrEnum):
     REPRODUCED = "reproduced"
@@ -54,17 +57,22 @@ def cosine(arm: Result, other: Result) -> float:
     return statistics.fmean(arm.cosines) - statistics.fmean(other.cosines)
 
 
+def early_loss(arm: Result, other: Result) -> float:
+    """Change of the loss after a quarter of the tokens, in percent."""
+    quarter = len(arm.curve) // 4 - 1
+    return 100 * (arm.curve[quarter][1] / other.curve[quarter][1] - 1)
+
+
 def gap_gained(arm: Result, other: Result) -> float:
     """How much of its gap in loss the arm makes up from a quarter of the tokens to the end, in percent of the loss."""
-    quarter = len(arm.curve) // 4 - 1
-    early = 100 * (arm.curve[quarter][1] / other.curve[quarter][1] - 1)
-    return early - loss(arm, other)
+    return early_loss(arm, other) - loss(arm, other)
 
 
 UNITS: dict[Measure, str] = {
     perplexity: "% of perplexity",
     loss: "% of loss",
     cosine: "cosine",
+    early_loss: "% of loss at a quarter",
     gap_gained: "% of loss",
 }
 
@@ -108,11 +116,9 @@ def judge(claim: Claim, pairs: Sequence[tuple[Result, Result]]) -> Finding:
     """The verdict on the claim: it is certain only if the whole interval lies on one side of the limit."""
     if len(pairs) < 2:
         return Finding(claim, Verdict.NOT_RUN, seeds=len(pairs))
-    effects = [claim.measure(arm, other) for arm, other in pairs]
-    if not all(map(math.isfinite, effects)):  # A training diverged, so no figure of the arm is good.
-        verdict = Verdict.REPRODUCED if claim.rule is Rule.ABOVE else Verdict.REFUTED
-        return Finding(claim, verdict, math.inf, 0.0, len(pairs))
-    mean, half = interval_95(effects)
+    if diverged := _verdict_of_diverged(claim, pairs):
+        return Finding(claim, diverged, math.inf, 0.0, len(pairs))
+    mean, half = interval_95([claim.measure(arm, other) for arm, other in pairs])
     low, high = mean - half, mean + half
     if claim.rule is Rule.WITHIN:
         holds, fails = max(abs(low), abs(high)) < claim.limit, low > claim.limit or high < -claim.limit
@@ -122,3 +128,14 @@ def judge(claim: Claim, pairs: Sequence[tuple[Result, Result]]) -> Finding:
         holds, fails = low > claim.limit, high < claim.limit
     verdict = Verdict.REPRODUCED if holds else Verdict.REFUTED if fails else Verdict.UNSEEN
     return Finding(claim, verdict, mean, half, len(pairs))
+
+
+def _verdict_of_diverged(claim: Claim, pairs: Sequence[tuple[Result, Result]]) -> Verdict | None:
+    """The verdict if a training diverged, which has no interval; None if none did."""
+    if any(other.loss > MOST_LOSS for _, other in pairs):
+        return Verdict.UNSEEN
+    if not any(arm.loss > MOST_LOSS for arm, _ in pairs):
+        return None
+    if claim.rule is not Rule.ABOVE:
+        return Verdict.REFUTED
+    return Verdict.REPRODUCED if claim.measure in (loss, perplexity) else Verdict.UNSEEN

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from tests.benchmarks.book.arm import Arm
 from tests.benchmarks.book.cells import Store
-from tests.benchmarks.book.chapters import BASE, DATA_PARALLEL, PLAIN
+from tests.benchmarks.book.chapters import BASE, DATA_PARALLEL, GRID_SEEDS, GRIDS, PLAIN
 from tests.benchmarks.book.claims import Claim, Finding, Rule, Verdict, judge
 from tests.benchmarks.book.trial import Result
 
@@ -69,6 +69,19 @@ def table(findings: Sequence[Finding]) -> list[str]:
             f"| `{claim.name}`: {says} | {claim.source}: {claim.paper} | {effect_text(one)} | {rule_text(claim)} "
             f"| {one.seeds} | {verdict_text(one)} |"
         )
+    return rows
+
+
+def grids(store: Store) -> list[str]:
+    """The losses of the settings that were compared, the means of GRID_SEEDS."""
+    rows = ["Means of two seeds that no claim uses; the arms of the claims have the best setting of each.", ""]
+    rows += ["| what | setting | held-out loss |", "|---|---|---|"]
+    for name, arms in GRIDS.items():
+        for arm in arms:
+            losses = [one.loss for seed in GRID_SEEDS if (one := store.get((arm, seed))) is not None]
+            setting = f"inner {arm.inner_lr:g}, outer {arm.outer_lr:g}"
+            setting += f", eps {arm.adam_eps:g}" if arm.optimizer == "adam" else ""
+            rows.append(f"| {name} | {setting} | {f'{statistics.fmean(losses):.4f}' if losses else 'not run'} |")
     return rows
 
 

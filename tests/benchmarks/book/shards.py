@@ -11,27 +11,26 @@ CLUSTERING_PASSES = 25
 
 
 def cluster(split: Split, clusters: int) -> npt.NDArray[np.int64]:
-    """The cluster of each document, [D], by k-means on how often each byte occurs in it.
+    """The cluster of each document, [D], by k-means on how often each byte occurs in it; tokens are the weights.
 
-    Deterministic: the first centres are the documents at equal distances in the order of their length. Each cluster
-    has at least one document.
+    Deterministic: the first clusters are equal shares of the tokens along the first principal component.
     """
+    lengths = np.diff(split.offsets)
     counts = [
         np.bincount(split.tokens[start:end], minlength=258)[:256]
         for start, end in zip(split.offsets[:-1], split.offsets[1:], strict=True)
     ]
     # Square roots of frequencies, so that frequent bytes do not hide the others (Hellinger distance).
     features = np.sqrt(np.array([one / max(1, one.sum()) for one in counts]))
-    by_length = np.argsort(np.diff(split.offsets), kind="stable")
-    centres = features[by_length[np.linspace(0, len(features) - 1, clusters).astype(int)]]
-    labels = np.zeros(len(features), np.int64)
+    centred = (features - np.average(features, axis=0, weights=lengths)) * np.sqrt(lengths)[:, None]
+    axis = np.linalg.svd(centred, full_matrices=False)[2][0]
+    order = (features @ axis * np.sign(axis[np.abs(axis).argmax()])).argsort(kind="stable")
+    labels = np.empty(len(features), np.int64)
+    labels[order] = np.minimum(clusters - 1, lengths[order].cumsum() * clusters // lengths.sum())
     for _ in range(CLUSTERING_PASSES):
-        distances = ((features[:, None, :] - centres[None, :, :]) ** 2).sum(2)
-        labels = distances.argmin(1)
-        for number in range(clusters):
-            if not (labels == number).any():
-                labels[distances[:, number].argmin()] = number
-        centres = np.stack([features[labels == number].mean(0) for number in range(clusters)])
+        mine = [labels == number for number in range(clusters)]
+        centres = [np.average(features[one], axis=0, weights=lengths[one]) for one in mine]
+        labels = np.stack([((features - centre) ** 2).sum(1) for centre in centres]).argmin(0)
     return labels
 
 

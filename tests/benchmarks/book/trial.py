@@ -7,18 +7,20 @@ text, in nats per token; a token is a byte.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from node.config.manifest import RunConfig
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
-from node.diloco.codec import Codec, make_codec
+from node.diloco.codec import Codec, chunk_bounds, make_codec
 from node.diloco.feedback import CLASSIC, LOCO, MOST_RESIDUAL_RATIO, FeedbackRule
 from node.diloco.fragments import Ranges, put_, strided, take
 from node.diloco.fragments import step as fragment_step
@@ -34,17 +36,23 @@ from tests.benchmarks.book.schedule import active_workers
 from tests.benchmarks.book.shards import cluster, shard
 from tests.swarm.harness import tiny
 
-BATCH, LENGTH = 4, 64
-HELD_OUT_BATCHES = 32
+RECIPE = 2
+"""Raise this number when the training of an unchanged arm changes. Stored cells of another recipe are not used."""
+LENGTH = 64
+HELD_OUT_BATCHES, HELD_OUT_ROWS = 128, 4
+CURVE_BATCHES = 32
+"""Held-out batches for each point of a curve; the final loss takes all."""
 CURVE_POINTS = 16
 DIGITS = 4
 """Decimal places of curves and cosines."""
 COMPARED = 8
 """Workers whose pseudo-gradients are compared with each other."""
-ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8
-"""The outer Adam."""
+ADAM_BETAS = 0.9, 0.95
+"""Those of the outer Adam."""
 FEEDBACK = {"classic": CLASSIC, "loco": LOCO, "decaying": FeedbackRule(decay=0.95)}
 CPU = torch.device("cpu")
+Place = tuple[int, int]
+"""A fragment, and the first element of a part of it that has a residual of its own."""
 
 
 @dataclass
@@ -67,6 +75,14 @@ def _corpus() -> Corpus:
 
 
 @cache
+def setting() -> str:
+    """What all trainings of a book share: its recipe, evaluation and text."""
+    text = hashlib.blake2b(_corpus().train.tokens.tobytes(), digest_size=8)
+    text.update(_corpus().held_out.tokens.tobytes())
+    return f"recipe {RECIPE}, {HELD_OUT_BATCHES} held-out batches, text {text.hexdigest()}"
+
+
+@cache
 def _shards(count: int) -> tuple[Corpus, ...]:
     labels = cluster(_corpus().train, count)
     return tuple(shard(_corpus(), labels, number) for number in range(count))
@@ -75,7 +91,7 @@ def _shards(count: int) -> tuple[Corpus, ...]:
 def config(arm: Arm) -> RunConfig:
     model = {"hidden_size": arm.hidden_size, "intermediate_size": 3 * arm.hidden_size, "num_hidden_layers": arm.layers}
     model |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-    inner = {"batch_size": BATCH, "sequence_length": LENGTH, "lr": arm.inner_lr, "optimizer": arm.inner}
+    inner = {"batch_size": arm.batch, "sequence_length": LENGTH, "lr": arm.inner_lr, "optimizer": arm.inner}
     return RunConfig.model_validate(tiny(model=model, inner=inner))
 
 
@@ -93,10 +109,10 @@ class Worker:
         """Inner steps since the last contribution that counted."""
         self.in_flight: dict[int, tuple[Tensor, Tensor]] = {}
         """For each fragment in flight: the parameters that were sent, and the contribution as it arrives."""
-        self.residuals: dict[int, Tensor] = {}
+        self.residuals: dict[Place, Tensor] = {}
 
     def batch(self) -> Tensor:
-        return self._stream.next_batch(BATCH, LENGTH)
+        return self._stream.next_batch(self._run.inner.batch_size, LENGTH)
 
     def step(self, lr: float, batch: Tensor | None = None) -> None:
         self.inner.step(self.batch() if batch is None else batch, lr)
@@ -118,15 +134,16 @@ class Trial:
         start = flatten(build_model(self._run.model, seed=seed))
         self._optimizer = OuterOptimizer(arm.optimizer, arm.momentum)
         if arm.optimizer == "adam":
-            self._optimizer = OuterOptimizer("adam", ADAM_BETA1, ADAM_BETA2, ADAM_EPS)
+            self._optimizer = OuterOptimizer("adam", *ADAM_BETAS, arm.adam_eps)
         self.state: OuterState = genesis(start, self._optimizer.moments)
         count = 1 if arm.kind == "plain" else arm.workers
         texts = _shards(count) if arm.shards == "clusters" else (_corpus(),) * count
         self.workers = [Worker(self._run, texts[i], start, seed, i) for i in range(count)]
-        self._held_out = held_out_batches(_corpus(), HELD_OUT_BATCHES, BATCH, LENGTH)
+        self._held_out = held_out_batches(_corpus(), HELD_OUT_BATCHES, HELD_OUT_ROWS, LENGTH)
+        self._batch_tokens = arm.batch * LENGTH
         self._codec: Codec = make_codec(arm.codec)
         self._result_codec: Codec = make_codec(arm.result_codec or arm.codec)
-        self._mean_residuals: dict[int, Tensor] = {}
+        self._mean_residuals: dict[Place, Tensor] = {}
         self._fragments = strided(unit_elements(self._run.model), arm.fragments)
         self._lost = random.Random(f"lost {seed}")
         self._probe = build_model(self._run.model, seed=0)
@@ -135,7 +152,7 @@ class Trial:
     def run(self) -> Result:
         try:
             {"diloco": self._diloco, "data-parallel": self._data_parallel, "plain": self._plain}[self.arm.kind]()
-            self.result.loss = self._loss()
+            self.result.loss = self._loss(self._held_out)
         except TrainingError:  # The training diverged, which is a result.
             self.result.loss = math.inf
         return self.result
@@ -150,16 +167,17 @@ class Trial:
             schedule=self.arm.inner_schedule,
         )
 
-    def _loss(self) -> float:
-        """The anchor's held-out loss; infinite if it is not a number."""
+    def _loss(self, batches: Sequence[Tensor]) -> float:
+        """The anchor's loss on these batches; infinite if it is not a number."""
         load_flat_(self._probe, self.state.anchor)
-        loss = evaluate(InnerLoop(self._probe, self._run.inner, CPU).loss_of, self._held_out)
+        loss = evaluate(InnerLoop(self._probe, self._run.inner, CPU).loss_of, batches)
         return loss if math.isfinite(loss) else math.inf
 
     def _note(self, step: int, steps: int) -> None:
         """Add a point to the curve of losses, at most CURVE_POINTS of them in `steps` steps."""
         if step * CURVE_POINTS // steps > len(self.result.curve):
-            self.result.curve.append((self.result.tokens, round(self._loss(), DIGITS)))
+            some = self._held_out[:: HELD_OUT_BATCHES // CURVE_BATCHES]
+            self.result.curve.append((self.result.tokens, round(self._loss(some), DIGITS)))
 
     # -- without an outer step ------------------------------------------------------------------------------------
 
@@ -170,7 +188,7 @@ class Trial:
         first = self.workers[0]
         for step in range(start, end):
             first.step(self._lr(step, self.arm.steps))
-            self.result.tokens += BATCH * LENGTH
+            self.result.tokens += self._batch_tokens
             self.state = replace(self.state, anchor=first.parameters)
             self._note(step + 1, self.arm.steps)
 
@@ -180,7 +198,7 @@ class Trial:
         self._train_alone(0, begin)
         for step in range(begin, self.arm.steps):
             first.step(self._lr(step, self.arm.steps), torch.cat([worker.batch() for worker in self.workers]))
-            self.result.tokens += len(self.workers) * BATCH * LENGTH
+            self.result.tokens += len(self.workers) * self._batch_tokens
             self.state = replace(self.state, anchor=first.parameters)
             self._note(step + 1, self.arm.steps)
 
@@ -191,6 +209,7 @@ class Trial:
         arm = self.arm
         begin = round(arm.pretrain * arm.steps)
         self._train_alone(0, begin)
+        self.workers[0].steps = 0  # They are in the anchor, so they are no contribution.
         steps = round(arm.steps * min(arm.speeds)) if arm.speeds and arm.policy == "steps" else arm.steps
         speeds = arm.speeds if arm.speeds and arm.policy == "time" else (1.0,) * len(self.workers)
         active = active_workers(arm.schedule, len(self.workers), -(-(steps - begin) // arm.inner_steps))
@@ -204,7 +223,7 @@ class Trial:
             for worker, speed in zip(training, speeds, strict=False):
                 if math.floor(number * speed) > math.floor((number - 1) * speed):
                     worker.step(self._lr(begin + number - 1, steps))
-                    self.result.tokens += BATCH * LENGTH
+                    self.result.tokens += self._batch_tokens
             for fragment in range(len(self._fragments)):
                 self._sync(fragment, number, steps - begin, training)
             self._note(begin + number, steps)
@@ -238,12 +257,23 @@ class Trial:
         """The contribution as the reducers decode it."""
         if self.arm.prune:
             delta = sign_pruned(delta, self._rows(), self.arm.prune)
-        return self._fed_back(worker.residuals, fragment, self.arm.feedback, self._codec, delta)
+        return self._fed_back(worker.residuals, (fragment, 0), self.arm.feedback, self._codec, delta)
+
+    def _mean_as_sent(self, fragment: int, mean: Tensor) -> Tensor:
+        """The mean as it arrives. Its reducers bound the residual of each chunk."""
+        codec, most_ratio = self._result_codec, MOST_RESIDUAL_RATIO.get(self._result_codec.name, math.inf)
+        parts = [
+            self._fed_back(
+                self._mean_residuals, (fragment, start), self.arm.result_feedback, codec, mean[start:end], most_ratio
+            )
+            for start, end in chunk_bounds(mean.numel())
+        ]
+        return torch.cat(parts)
 
     def _fed_back(
         self,
-        residuals: dict[int, Tensor],
-        fragment: int,
+        residuals: dict[Place, Tensor],
+        place: Place,
         kind: str,
         codec: Codec,
         vector: Tensor,
@@ -252,12 +282,12 @@ class Trial:
         """The vector as it arrives, with the error feedback of this sender."""
         if kind == "none":
             return through(codec, vector)
-        rule, stored = FEEDBACK[kind], residuals.get(fragment)
+        rule, stored = FEEDBACK[kind], residuals.get(place)
         wanted = rule.add(vector, stored, most_ratio)
         arrived = through(codec, wanted)
-        residuals[fragment] = rule.residual_after(wanted, arrived, stored)
+        residuals[place] = rule.residual_after(wanted, arrived, stored)
         if rule.is_reset_after((self.state.round + 1) // len(self._fragments)):
-            del residuals[fragment]
+            del residuals[place]
         return arrived
 
     def _apply(self, fragment: int, training: Sequence[Worker]) -> None:
@@ -270,10 +300,7 @@ class Trial:
         parts = [worker.in_flight[fragment][1] for worker in included]
         weights = [self._weight(worker) for worker in included]
         scales = clip_scales([math.sqrt(square_norm(part)) for part in parts], weights)
-        mean = weighted_mean(parts, weights, scales)
-        most = MOST_RESIDUAL_RATIO.get(self._result_codec.name, math.inf)  # The node refuses the other codecs.
-        kind = self.arm.result_feedback
-        mean = self._fed_back(self._mean_residuals, fragment, kind, self._result_codec, mean, most)
+        mean = self._mean_as_sent(fragment, weighted_mean(parts, weights, scales))
         old = take(self.state.anchor, ranges).clone()
         self.state = self.stepped(ranges, mean)
         new = take(self.state.anchor, ranges)
@@ -291,7 +318,7 @@ class Trial:
             average_states(included)
 
     def _weight(self, worker: Worker) -> int:
-        by = {"tokens": worker.steps * BATCH * LENGTH, "uniform": 1, "shard": worker.shard_tokens}
+        by = {"tokens": worker.steps * self._batch_tokens, "uniform": 1, "shard": worker.shard_tokens}
         return max(1, by[self.arm.weights])
 
     def stepped(self, ranges: Ranges, mean: Tensor) -> OuterState:
@@ -333,14 +360,15 @@ def sign_pruned(delta: Tensor, rows: Sequence[int], ratio: float) -> Tensor:
 
     The sign of a row is that of its sum, after TIES merging (arXiv 2306.01708), which DiLoCo names as its source.
     """
-    out = []
-    for row in torch.split(delta, list(rows)):
-        count = round(ratio * len(row))
-        against = torch.sign(row) != torch.sign(row.sum())
-        rank = row.abs() - against * (2 * row.abs().max() + 1)
-        kept = row.clone()
-        kept[rank.argsort()[:count]] = 0
-        out.append(kept)
+    out, done = [], 0
+    for length, group in groupby(rows):
+        count = len(list(group))
+        block = delta[done : done + count * length].view(count, length)
+        against = block.sign() != block.sum(1, keepdim=True).sign()
+        rank = block.abs() - against * (2 * block.abs().amax(1, keepdim=True) + 1)
+        dropped = rank.argsort(1)[:, : round(ratio * length)]
+        out.append(block.scatter(1, dropped, 0.0).flatten())
+        done += count * length
     return torch.cat(out)
 
 
