@@ -97,13 +97,21 @@ class InProcessWire:
         self._services.update(services)
 
     async def call(
-        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+        self,
+        peer_id: str,
+        verb: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        first_s: float | None = None,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> Message:
         request = pack_header(verb, message)
         channel = self._services[verb].channel if verb in self._services else Channel.DHT
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._call(peer_id, request, message.blobs, channel)
+                async with asyncio.timeout(first_s):
+                    reply = await self._call(peer_id, request, message.blobs, channel)
                 if peer_id == self.peer_id:
                     return reply
                 if reply.blob_bytes > max_reply_bytes:

@@ -39,7 +39,14 @@ from node.swarm.consensus.participant import Deliver, Participant
 from node.swarm.faults import Faults, damage_blobs
 from node.swarm.governance.amendment_pool import PENDING_FILE
 from node.swarm.identity import load_identity
-from node.swarm.membership.directory import MAX_LISTED_ADDRESSES, Listing, ListingValidator, RunLister
+from node.swarm.membership.directory import (
+    MAX_LISTED_ADDRESSES,
+    MOST_ROUNDS,
+    Listing,
+    ListingValidator,
+    RunLister,
+    is_listable,
+)
 from node.swarm.membership.discovery import Discovery, SignedRecordValidator
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.lan_discovery import LanDiscovery
@@ -260,7 +267,8 @@ class SwarmMember:
         """List this run in the directory until `close`, as long as it has members and an address."""
 
         def claims() -> Listing | None:
-            members, addresses = self.peer_table.members(), self.view.addresses[:MAX_LISTED_ADDRESSES]
+            members = self.peer_table.members()
+            addresses = tuple(filter(is_listable, self.view.addresses))[:MAX_LISTED_ADDRESSES]
             if not members or not addresses:
                 return None
             # A minority of members cannot make the run look complete.
@@ -268,7 +276,7 @@ class SwarmMember:
                 manifest=manifest.decode(),
                 addresses=addresses,
                 members=len(members),
-                round=1 + median_low(record.round for record in members),
+                round=min(MOST_ROUNDS, 1 + median_low(record.round for record in members)),
                 tokens=median_low(record.swarm_tokens for record in members),
             )
 

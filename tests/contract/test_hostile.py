@@ -599,7 +599,7 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0, attempt
     hashes = [chunk_hash(chunk) for chunk in chunks]
 
     async def keep() -> None:
-        node.participant.ctx.results.add(chunks)
+        node.participant.ctx.results.hold(hashes, chunks)
 
     node.host.do(keep())
     plan = Plan(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from node.diloco.digest import leaf_hashes, root_digest
+from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.chain.chain import Tip
 from node.swarm.messages import (
     Document,
@@ -100,7 +101,8 @@ class HugeMean(Adversary):
             return message
         layout = self.node.rules.layout_at(0)
         huge = b"\x00\x00\x80\x60" * layout.elements(0)  # fp32: 7.4e19
-        hashes = self.node.participant.ctx.results.add([huge] * len(message.header["hashes"]))
+        hashes = [chunk_hash(huge)] * len(message.header["hashes"])
+        self.node.participant.ctx.results.hold(hashes, [huge] * len(hashes))
         return Message(dict(message.header) | {"hashes": hashes})
 
 
@@ -191,6 +193,32 @@ class FarAhead(Adversary):
         return message
 
 
+class FarAttempt(Adversary):
+    """Claims in its record to be in a later attempt, so that the others leave theirs."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        if verb == "gossip" and hasattr(self.node, "participant"):
+            ahead = self.node.participant.ballot.number + self.rng.randint(1, 8)
+            self.node.peer_table.update_own(attempt=ahead)
+        return message
+
+
+class OldAges(Adversary):
+    """Says of every record that it is as old as a record may be, so that its owner seems dead."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        return self._aged(message)
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        return self._aged(message)
+
+    def _aged(self, message: Message) -> Message:
+        if "ages_ds" not in message.header:
+            return message
+        ages_ds = [round(10 * self.node.timings.dead_s)] * len(message.blobs)
+        return replace(message, header=dict(message.header) | {"ages_ds": ages_ds})
+
+
 class TwoProposals(Adversary):
     """As a leader, proposes one of two outcomes in each call."""
 
@@ -246,6 +274,8 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
         ForgedCommit,
         HeavyFork,
         FarAhead,
+        FarAttempt,
+        OldAges,
         TwoProposals,
         Excluder,
         FalseState,
@@ -255,7 +285,8 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
 
 def lone_proof(node: SimulatedNode, join: Document, round_: int, chunks: Sequence[bytes]) -> Proof:
     """A commit certificate of a group of one. The node serves the chunks."""
-    hashes = node.participant.ctx.results.add(chunks)
+    hashes = [chunk_hash(chunk) for chunk in chunks]
+    node.participant.ctx.results.hold(hashes, chunks)
     plan = Plan(
         run=node.rules.run,
         parent=parse(Join, join.text).parent,

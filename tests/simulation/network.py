@@ -91,6 +91,8 @@ class _Call:
     callee: Life
     reply: asyncio.Future[Message]
     delay_s: float
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the first bytes of the reply arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +232,14 @@ class SimulatedWire:
         self.services.update(services)
 
     async def call(
-        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+        self,
+        peer_id: str,
+        verb: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        first_s: float | None = None,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> Message:
         self.network.on_request(self.peer_id, message)
         if peer_id == self.peer_id:
@@ -246,14 +255,16 @@ class SimulatedWire:
         request = pack_header(verb, tampered)
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._ask(peer_id, verb, request, tampered.blobs)
+                reply = await self._ask(peer_id, verb, request, tampered.blobs, first_s)
         except TimeoutError as exc:
             raise timeout_error(peer_id, verb, timeout_s) from exc
         if reply.blob_bytes > max_reply_bytes:
             raise PeerError(f"a reply is longer than allowed ({reply.blob_bytes} bytes)", code="bad_size")
         return reply
 
-    async def _ask(self, peer_id: str, verb: str, request: bytes, blobs: Sequence[bytes]) -> Message:
+    async def _ask(
+        self, peer_id: str, verb: str, request: bytes, blobs: Sequence[bytes], first_s: float | None
+    ) -> Message:
         network, me = self.network, self.peer_id
         unreachable = PeerError(f"peer {peer_id[-6:]} is not reachable", code="unreachable")
         if peer_id not in network.lines:
@@ -270,6 +281,7 @@ class SimulatedWire:
             await asyncio.sleep(delay_s)
             raise unreachable
         reply: asyncio.Future[Message] = network.loop.create_future()
+        begun = asyncio.Event()
 
         def arrive() -> None:
             if self.life.has_lost_power:
@@ -279,7 +291,8 @@ class SimulatedWire:
                 if not reply.done():
                     network.fail(_Call(self.life, self.life, reply, delay_s), unreachable)
                 return
-            call = _Call(self.life, wire.life, reply, network.lines[me].latency_s + network.lines[peer_id].latency_s)
+            latency_s = network.lines[me].latency_s + network.lines[peer_id].latency_s
+            call = _Call(self.life, wire.life, reply, latency_s, begun)
             wire.life.waiting[call] = None
 
             def start() -> asyncio.Task[None]:
@@ -288,6 +301,10 @@ class SimulatedWire:
             network.loop.call_soon(start, context=wire.life.context)
 
         network.send(me, peer_id, size_bytes, delay_s, Handler(arrive, NOBODYS), reply)
+        if first_s is not None:
+            reply.add_done_callback(lambda _: begun.set(), context=NOBODYS)
+            async with asyncio.timeout(first_s):
+                await begun.wait()
         return await reply
 
     async def handle(
@@ -325,6 +342,7 @@ class SimulatedWire:
             else:
                 call.reply.set_result(reply)
 
+        network.loop.call_later(delay_s, call.begun.set, context=call.caller.context)
         size_bytes = len(data) + reply.blob_bytes
         network.send(self.peer_id, caller, size_bytes, delay_s, Handler(deliver, call.caller.context), call.reply)
 

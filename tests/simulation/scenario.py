@@ -156,6 +156,9 @@ def draw(seed: int) -> Scenario:
         scenario = replace(scenario, hostile="HeavyFork")
     if not scenario.hostile and random.Random(f"false state {seed}").random() < 0.04:
         scenario = replace(scenario, hostile="FalseState")
+    for kind, text in (("FarAttempt", "far attempt"), ("OldAges", "old ages")):
+        if not scenario.hostile and scenario.nodes > 4 and random.Random(f"{text} {seed}").random() < 0.06:
+            scenario = replace(scenario, hostile=kind)
     # A joiner was away, so it may believe a forged certificate.
     if scenario.hostile != "ForgedCommit" and random.Random(f"joins {seed}").random() < 0.1:
         scenario = replace(scenario, joiners_download=True)

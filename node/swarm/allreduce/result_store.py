@@ -37,6 +37,10 @@ MAX_HEAD_BYTES = 32 * 2**20  # A stored proof is always smaller
 BALLOT_FILE, FEEDBACK_FILE = "ballot.json", "feedback.bin"
 REPLY_BYTES = 32 * 2**20
 """Most bytes of chunks that one reply holds from the disk, unless its first chunk is larger."""
+FIRST_S = 20.0
+"""Timeout of the first bytes of a fetched chunk. A peer that has the chunk reads it from the disk at once."""
+MOST_AVERAGED = 4
+"""Limit on the attempts of a round whose means stay in memory. A mean for which this node has voted is on the disk."""
 SERVED_BYTES = 4 * REPLY_BYTES
 """Limit on such bytes in all replies that are being sent. Peers that are no members get half of it together."""
 
@@ -281,13 +285,17 @@ class ResultStore:
             self.remove(next(iter(self._rounds)))
 
     def remove(self, head: str) -> None:
-        """Remove a round, its result and the vote for it."""
+        """Remove a round, its result and the vote for it. A file that cannot be removed stays until the next start."""
         self._rounds.pop(head, None)
-        for path in (self._proof_path(head), self._aside_path(head), self._path(head)):
-            path.unlink(missing_ok=True)
+        paths = [self._proof_path(head), self._aside_path(head), self._path(head)]
         for parent in [parent for parent, voted in list(self._votes.items()) if voted == head]:
             self._votes.pop(parent, None)
-            self._vote_path(parent).unlink(missing_ok=True)
+            paths.append(self._vote_path(parent))
+        for path in paths:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as exc:
+                logger.warning("%s cannot be removed: %s", path, exc.strerror)
 
     def follow(self, fragments: int) -> None:
         """Keep rounds for so many fragments from now on, because an amendment has changed their number."""
@@ -339,9 +347,14 @@ class ResultStore:
             if digest in index:
                 offset, size = index[digest]
                 self._read_at_s[head] = self._clock()
-                with suppress(FileNotFoundError), self._path(head).open("rb") as file:
-                    file.seek(offset)
-                    return file.read(size)
+                try:
+                    with self._path(head).open("rb") as file:
+                        file.seek(offset)
+                        return file.read(size)
+                except FileNotFoundError:
+                    continue
+                except OSError as exc:
+                    logger.warning("%s cannot be read: %s", self._path(head), exc.strerror)
         return None
 
     def _path(self, head: str) -> Path:
@@ -394,6 +407,8 @@ class ResultCache:
         self._wire, self._peer_table, self._layout_at = wire, peer_table, layout_at
         self._store, self._timeout_s, self._others = store, timeout_s, others
         self._chunks: dict[bytes, bytes] = {}
+        self._averaged: OrderedDict[int, Sequence[bytes]] = OrderedDict()
+        """The hashes of the means that this node made as a reducer, by attempt."""
         self._fetches: dict[str, asyncio.Future[list[bytes]]] = {}
         self._served_bytes = 0
         """Chunks from the disk in replies that are not sent yet."""
@@ -402,13 +417,18 @@ class ResultCache:
         """Use other layouts from the next round on, because an amendment has changed the rules."""
         self._layout_at, self._timeout_s = layout_at, timeout_s
 
-    def add(self, chunks: Iterable[bytes]) -> list[bytes]:
-        """Keep these chunks and return their hashes."""
-        hashes = []
-        for data in chunks:
-            hashes.append(chunk_hash(data))
-            self._chunks[hashes[-1]] = data
-        return hashes
+    def add(self, attempt: int, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
+        """Keep the means that this node made in an attempt. They replace those that it made before in this attempt.
+
+        A leader may ask for the mean of any subset of the contributions, so the memory for means needs a limit.
+        """
+        dropped = set(self._averaged.pop(attempt, ()))
+        self._averaged[attempt] = hashes
+        while len(self._averaged) > MOST_AVERAGED:
+            dropped.update(self._averaged.popitem(last=False)[1])
+        for digest in dropped.difference(*self._averaged.values()):
+            self._chunks.pop(digest, None)
+        self.hold(hashes, chunks)
 
     def hold(self, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
         """Keep these chunks, whose hashes the caller has checked."""
@@ -453,6 +473,7 @@ class ResultCache:
     def clear(self) -> None:
         """Drop the chunks of the round that is over."""
         self._chunks = {}
+        self._averaged.clear()
 
     async def complete(self, outcome: RoundOutcome, hashes: Sequence[bytes]) -> list[bytes]:
         """Fetch all chunks of a result, in order, from their reducers or any other peer. Raises RoundFailed.
@@ -506,7 +527,9 @@ class ResultCache:
                 request, timeout_s = Message({"hashes": [hashes[chunk] for chunk in left]}), until_s - clock()
                 if timeout_s <= 0:
                     raise timeout_error(peer, "fetch", self._timeout_s)
-                call = self._wire.call(peer, "fetch", request, timeout_s=timeout_s, max_reply_bytes=max_bytes)
+                call = self._wire.call(
+                    peer, "fetch", request, timeout_s=timeout_s, first_s=FIRST_S, max_reply_bytes=max_bytes
+                )
                 named = list(zip(left, (await while_live(self._peer_table, peer, call)).blobs, strict=False))
                 if not named:
                     raise PeerError("a reply has no chunk")

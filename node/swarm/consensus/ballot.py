@@ -9,7 +9,6 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -18,6 +17,7 @@ from node.status import FAILURE_REASONS
 from node.swarm.allreduce.reducer import Reducer
 from node.swarm.chain.chain import Chain
 from node.swarm.consensus.group_closing import LATELY
+from node.swarm.consensus.quorum import Electorate
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.messages import AcceptedOutcome, Document, Join, Proof, SavedBallot
 
@@ -219,30 +219,44 @@ class Ballot:
         saved = SavedBallot(parent=parent, lowest_attempt=lowest_attempt, accepted=self.accepted)
         await asyncio.to_thread(self._chain.store.save_ballot, saved, chunks)
 
-    def enter(self, parent: str, number: int, caller: str) -> Attempt:
-        """Return the attempt that a peer names. A higher number ends all lower attempts. Raises PeerError."""
-        if parent != self._chain.tip.head:
-            raise PeerError("this node is in another round", code="round_failed")
-        if number < self.number:
-            raise PeerError("a later attempt is under way", code="round_failed")
-        if number > self.number:
-            self._raised[caller] += 1
-            if self._raised[caller] > MAX_RAISES or not self._peer_table.is_member(caller):
-                raise PeerError("this peer may not begin another attempt", code="round_failed")
-            self.number = number
-            for old in self._attempts.values():
-                if old.number < number:
-                    old.fail(RoundFailed("a later attempt is under way"))
-                    old.stop()
+    def _begin(self, number: int, peer: str) -> None:
+        """Go to a later attempt because of this peer, and end all lower attempts."""
+        self._raised[peer] += 1
+        if self._raised[peer] > MAX_RAISES or not self._peer_table.is_member(peer):
+            return
+        self.number = number
+        for old in self._attempts.values():
+            if old.number < number:
+                old.fail(RoundFailed("a later attempt is under way"))
+                old.stop()
+
+    def joined(self, parent: str, number: int) -> Attempt:
+        """Return the attempt that a call names which only its members make. Raises PeerError if this node is not in it.
+
+        A member of a plan has attended that attempt, so the call never leads it to a later one.
+        """
+        if parent != self._chain.tip.head or number != self.number:
+            raise PeerError("this node is in another attempt", code="round_failed")
         return self.attempt(number)
 
-    def look_up(self) -> None:
-        """Enter a later attempt if the record of a live member with the same state names one."""
-        tip = self._chain.tip
-        for record in self._peer_table.members():
-            if record.head == tip.head and record.state_digest == tip.digest and record.attempt > self.number:
-                with suppress(PeerError):
-                    self.enter(tip.head, self.check_number(record.attempt), record.peer_id)
+    def look_up(self, electorate: Electorate, min_peers: int) -> None:
+        """Go to a later attempt that other members have reached, by their records or by attending it at this node.
+
+        More than a third of the other members must have reached it, so that a single one that is ahead, by mistake or
+        on purpose, does not end the attempt of four or more. One is enough if the others cannot commit without it.
+        """
+        tip, me, members = self._chain.tip, self._peer_table.me.peer_id, self._peer_table.members()
+        here = [r for r in members if r.head == tip.head and r.state_digest == tip.digest and r.peer_id != me]
+        reached = {record.peer_id: record.attempt for record in here}
+        for attempt in self._attempts.values():
+            for peer in attempt.joins if attempt.number > self.number else ():
+                reached[peer] = max(attempt.number, reached.get(peer, 0))
+        behind = {me} | {peer for peer, number in reached.items() if number <= self.number}
+        others_suffice = len(behind) >= min_peers and electorate.is_quorum(behind)
+        enough = 1 + (len(members) - 1) // 3 if others_suffice else 1
+        ahead = [(number, peer) for peer, number in reached.items() if 0 < number - self.number <= MAX_AHEAD]
+        if len(ahead) >= enough:
+            self._begin(*sorted(ahead, reverse=True)[enough - 1])
 
     def follow(self, attempt: Attempt, later: object, code: object) -> NoReturn:
         """Go to the later attempt that a leader names, at most MAX_AHEAD ahead. Always raises RoundFailed."""

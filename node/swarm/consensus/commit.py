@@ -102,14 +102,16 @@ class Committer:
         ctx = self._ctx
         committed_at_s = ctx.clock() if committed_at_s is None else committed_at_s
         outcome, joins = await asyncio.to_thread(check_proof, proof, ctx.bounds)
+        if outcome.plan.parent == ctx.chain.tip.head:
+            # Peers that hang may delay this for minutes, so it must not hold the lock.
+            self._check_next(proof, outcome, joins)
+            await ctx.results.complete(outcome, split_hashes(proof.hashes))
         async with self._adopting:
             if outcome.plan.parent != ctx.chain.tip.head:
                 if outcome.round > ctx.next_round:
                     ctx.behind.set()
                 return False
-            self.check_round(outcome, joins)
-            if not self.is_supported(proof):
-                raise PeerError("too few contributors to the last round support a result", code="unsupported")
+            self._check_next(proof, outcome, joins)
             self.check_equivocation(proof.outcome, outcome)
             hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
             chunks, mean = await self.mean_of(outcome, included, hashes)
@@ -129,6 +131,12 @@ class Committer:
             if ctx.rules.feedback is not None:
                 ctx.tasks.spawn(asyncio.to_thread(ctx.feedback.save, tip.head))
             return True
+
+    def _check_next(self, proof: Proof, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
+        """Raise PeerError unless this node may adopt a proof of its next round."""
+        self.check_round(outcome, joins)
+        if not self.is_supported(proof):
+            raise PeerError("too few contributors to the last round support a result", code="unsupported")
 
     async def replay_next(self) -> bool:
         """Replay the round after the tip from the disk, if an earlier process of this node committed it.
@@ -258,20 +266,21 @@ class Committer:
     ) -> tuple[list[bytes], Tensor]:
         """Fetch and decode a result. Returns its chunks and its mean, fp32 [P_f]. Raises PeerError, RoundFailed."""
         chunks = await self._ctx.results.complete(outcome, hashes)
-        if self._mean is None or self._mean[0] != outcome.results:
-            layout = self._ctx.rules.result_layout_at(outcome.round)
+        layout = self._ctx.rules.result_layout_at(outcome.round)
+        known = self._mean
+        if known is None or known[0] != outcome.results:
             try:
-                mean, norm = await asyncio.to_thread(layout.decode_and_measure, chunks)
+                known = (outcome.results, *await asyncio.to_thread(layout.decode_and_measure, chunks))
             except ValueError as exc:
                 raise PeerError(f"a result cannot be decoded: {exc}", code="bad_size") from exc
-            joins = list(included.values())
-            bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
-            codec = layout.codec
-            longer = (1 + codec.stretch_ratio) * (1 + self._ctx.feedback.stretch_ratio(codec.name)) - 1
-            if exceeds_norm_bound(norm, bound, longer):
-                raise PeerError("the norm of a result exceeds the bound of its contributions", code="bad_norm")
-            self._mean = (outcome.results, mean, norm)
-        return chunks, self._mean[1]
+        _, mean, norm = known
+        joins, codec = list(included.values()), layout.codec
+        bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
+        longer = (1 + codec.stretch_ratio) * (1 + self._ctx.feedback.stretch_ratio(codec.name)) - 1
+        if exceeds_norm_bound(norm, bound, longer):
+            raise PeerError("the norm of a result exceeds the bound of its contributions", code="bad_norm")
+        self._mean = known
+        return chunks, mean
 
     def check_equivocation(self, document: Document, outcome: RoundOutcome) -> bool:
         """Record the signer of an outcome. Evicts it and returns False if it signed two outcomes in one attempt."""

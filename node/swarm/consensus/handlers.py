@@ -13,6 +13,7 @@ from typing import Any
 
 from node.errors import PeerError
 from node.status import Channel
+from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.consensus.ballot import Attempt, Ballot, first
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.depositary import Depositary, check_chunks
@@ -30,6 +31,8 @@ from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, Service
 
 MAX_AT_ONCE = 4
 """Limit on concurrent request bodies of one verb from one caller. Bodies of failed attempts may still be arriving."""
+MAX_AVERAGES = 2
+"""Limit on concurrent averages for one caller. That of a failed attempt may still be running."""
 MAX_FETCHES = 2
 """Limit on concurrent fetches of one caller. `ResultCache.reserve` limits what all callers hold together."""
 
@@ -60,19 +63,19 @@ class Handlers:
             ),
             "forward": small(self._on_forward, admits=self.ctx.peer_table.is_member, per_caller=MAX_AT_ONCE),
             "collect": small(self._on_collect),
-            "average": small(self._on_average),
+            "average": small(self._on_average, per_caller=MAX_AVERAGES),
             "fetch": small(self._on_fetch, per_caller=MAX_FETCHES),
         }
 
-    def _keyed(self, caller: str, message: Message) -> Attempt:
+    def _keyed(self, message: Message) -> Attempt:
         parent, number = message.header.get("parent"), message.header.get("attempt")
         if not isinstance(parent, str):
             raise PeerError("a message names no round")
-        return self.ballot.enter(parent, self.ballot.check_number(number), caller)
+        return self.ballot.joined(parent, self.ballot.check_number(number))
 
     def _led(self, caller: str, message: Message) -> Attempt:
         """Return the attempt if its leader calls: the author of the plan or, before it, a peer asked to lead."""
-        attempt = self._keyed(caller, message)
+        attempt = self._keyed(message)
         if caller not in ({attempt.leader} if attempt.leader else attempt.asked):
             raise PeerError("this attempt has another leader")
         return attempt
@@ -96,7 +99,7 @@ class Handlers:
         leads = is_leader and self.ctx.leader_at(number) == self.ctx.me
         if not leads and self.ballot.release(number, caller):
             return Message({"status": "elsewhere"})
-        attempt = self.ballot.enter(join.parent, number, caller)
+        attempt = self.ballot.attempt(number)
         if (claim := message.header.get("accepted")) and caller not in attempt.proposals:
             attempt.proposals[caller] = self.voter.read_accepted(claim, caller, attempt)
         if caller not in attempt.joins:
@@ -108,7 +111,9 @@ class Handlers:
             is_valid = isinstance(vote, str) and accepted_by(caller, outcome.hash, number, vote)
             attempt.votes[caller] = vote if is_valid else attempt.votes.get(caller, "")
             attempt.has_vote.set()
-        if attempt.leading is None:
+        if number > self.ballot.number:
+            self.ballot.look_up(self.ctx.electorate(), self.ctx.rules.closing.min_peers)
+        if attempt.leading is None and number == self.ballot.number:
             attempt.leading = self.ctx.tasks.spawn(self.leader.lead(attempt))
         return await self._held(attempt, caller, str(message.header.get("has", "")))
 
@@ -153,7 +158,7 @@ class Handlers:
 
         Chunks that do not match a deposit's signature are the depositary's fault, not the member's.
         """
-        attempt = self._keyed(caller, message)
+        attempt = self._keyed(message)
         reducer = await attempt.reducer_ready(CALL_S)
         sender, chunks = caller, message.header["chunks"]
         if (deposit := message.header.get("deposit")) is not None:
@@ -176,7 +181,7 @@ class Handlers:
         return Message()
 
     async def _on_forward(self, caller: str, message: Message) -> Message:
-        attempt = self._keyed(caller, message)
+        attempt = self._keyed(message)
         wanted = message.header.get("chunks")
         if not isinstance(wanted, dict) or not all(isinstance(chunks, list) for chunks in wanted.values()):
             raise PeerError("a request to forward has the wrong form")
@@ -204,7 +209,8 @@ class Handlers:
         await self.ctx.hooks.at("average")
         means, squares = await asyncio.to_thread(reducer.average, included)
         blobs = self.ctx.hooks.damage("average", [means[chunk] for chunk in reducer.chunks])
-        hashes = await asyncio.to_thread(self.ctx.results.add, blobs)
+        hashes = await asyncio.to_thread(lambda: [chunk_hash(data) for data in blobs])
+        self.ctx.results.add(attempt.number, hashes, blobs)
         return Message({"hashes": hashes, "squares": [squares[peer] for peer in included]})
 
     async def _on_fetch(self, caller: str, message: Message) -> Message:

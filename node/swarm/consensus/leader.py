@@ -116,7 +116,7 @@ class Leader:
                 quorum_at_s = now_s
             if verdict.code == "waiting_for_peers" and set(seen.live) <= set(attempt.joins) | self._ballot.omitted:
                 self._ballot.omitted.clear()  # Without the omitted members, the group is too small.
-            self._ballot.look_up()
+            self._ballot.look_up(self._ctx.electorate(), self._ctx.rules.closing.min_peers)
             attempt.has_join.clear()
             await first((attempt.has_join,), GATHER_S)
 

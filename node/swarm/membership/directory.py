@@ -52,6 +52,7 @@ MAX_READ = 1024
 """Limit on the listings that a reader looks at. If there are more, it draws this many."""
 MAX_TEXT_BYTES = 32 * 1024
 MAX_LISTED_ADDRESSES = 8
+MOST_ROUNDS = 2**63 - 1
 MAX_INVITED, MAX_ASKED = 16, 64
 """Limits on the addresses of a run in its invite, and on those that are asked whether they belong to the run."""
 ANSWER_S = 5.0
@@ -65,6 +66,15 @@ def _check_address(address: str) -> str:
     return address
 
 
+def is_listable(address: str) -> bool:
+    """Whether a listing may have this address. Peers may name addresses that only libp2p can read."""
+    try:
+        _check_address(address)
+    except ValueError:
+        return False
+    return True
+
+
 class Listing(BaseModel):
     """What a peer of a run says about it. The key of its signature is the subkey under which it is stored."""
 
@@ -76,7 +86,7 @@ class Listing(BaseModel):
         min_length=1, max_length=MAX_LISTED_ADDRESSES
     )
     members: int = Field(ge=1, lt=2**31)
-    round: int = Field(ge=0, lt=2**63)
+    round: int = Field(ge=0, le=MOST_ROUNDS)
     """Number of committed rounds."""
     tokens: int = Field(ge=0, lt=2**63)
 

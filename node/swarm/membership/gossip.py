@@ -15,7 +15,7 @@ from itertools import count
 from node.errors import PeerError
 from node.status import Channel
 from node.swarm.identity import SIGNATURE_BYTES
-from node.swarm.membership.peer_table import PeerTable, Signed
+from node.swarm.membership.peer_table import GOSSIP_AGE_S, PeerTable, Signed
 from node.swarm.transport.wire import Message, Service, Wire
 
 logger = logging.getLogger(__name__)
@@ -107,4 +107,6 @@ def _unpack(message: Message, dead_s: float) -> list[Signed]:
         or not all(isinstance(age_ds, int) and 0 <= age_ds <= 10 * dead_s for age_ds in ages_ds)
     ):
         raise PeerError("a gossip message has the wrong form")
-    return [Signed(body, sig, age / 10) for body, sig, age in zip(message.blobs, signatures, ages_ds, strict=True)]
+    # Honest peers pass on no older record, so a false age cannot make a peer dead that has a newer record.
+    ages_s = [min(age_ds / 10, GOSSIP_AGE_S) for age_ds in ages_ds]
+    return [Signed(body, sig, age_s) for body, sig, age_s in zip(message.blobs, signatures, ages_s, strict=True)]

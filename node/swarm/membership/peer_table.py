@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -38,6 +39,10 @@ SHORT_ID = 16
 """The number of last characters that stand for a peer id in `wanted_numbers`. They are 93 bits, so nobody can make a
 collision."""
 MAX_VIA = 3
+MAX_RECORD_BYTES = 8 * 2**10
+"""Limit on the size of a record. The longest one that a node writes has about 6 kB."""
+MAX_ANSWER_BYTES = 4 * 2**20
+"""Limit on the records of one reply, which is half of what a caller accepts."""
 MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
 """Phases in which a peer takes part in rounds."""
 GONE_PHASES = (Phase.STOPPED, Phase.LEAVING, Phase.ERROR)
@@ -103,6 +108,8 @@ class Signed:
 
     def open(self, run: str) -> PeerRecord:
         """Verify the signature and parse the record. Raises PeerError."""
+        if len(self.body) > MAX_RECORD_BYTES:
+            raise PeerError("a peer record is too long", code="bad_size")
         try:
             record = PeerRecord.model_validate_json(self.body)
         except ValidationError as exc:
@@ -195,6 +202,8 @@ class PeerTable:
 
     def _is_old(self, signed: Signed) -> bool:
         """Whether a record is no newer than the known one. This check is far cheaper than verifying the signature."""
+        if len(signed.body) > MAX_RECORD_BYTES:
+            return False  # `Signed.open` raises the right error.
         try:
             fields = from_json(signed.body)
             known = self.find(fields["peer_id"])
@@ -240,7 +249,9 @@ class PeerTable:
             if entry.record.number >= wanted.get(peer_id[-SHORT_ID:], 0)
             and (now_s - entry.heard_at_s < GOSSIP_AGE_S or peer_id == caller)
         ]
-        return [self.own(), *newer]
+        records = [self.own(), *newer]
+        ends = accumulate(len(signed.body) for signed in records)
+        return [signed for signed, end in zip(records, ends, strict=True) if end <= MAX_ANSWER_BYTES]
 
     def wanted_numbers(self) -> dict[str, int]:
         """For each known peer, by the end of its id, the lowest sequence number that is newer than its record."""

@@ -23,6 +23,8 @@ from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service, Wire
 MIN_NAME = 16  # Characters of a head or digest that identify a state
 LEAVES_PER_CALLER = 8
 """Limit on the leaves that are sent to one caller at a time, because they are held in memory."""
+MOST_LEAVES, MOST_CHAINS = 32, 8
+"""Limits on the leaves and the chains that are sent to all callers at a time. Both have up to 4 MiB."""
 STATES_PER_CALLER = 64  # A caller asks once for each state that it has been offered; most replies are brief
 YIELD_S = 10.0  # A leaf waits at most this long for a round that needs the uplink
 LOOK_S = 0.1
@@ -120,6 +122,7 @@ class StateServer:
         """
         self._source, self._is_uplink_busy = source, is_uplink_busy
         self._inject_faults = inject_faults
+        self._leaves = asyncio.Semaphore(MOST_LEAVES)
         wire.serve(
             {
                 "state": Service(self._on_state, Channel.STATE, per_caller=STATES_PER_CALLER),
@@ -149,11 +152,16 @@ class StateServer:
             if not self._is_uplink_busy():
                 break
             await asyncio.sleep(LOOK_S)
+        release = await _place(self._leaves)
         try:
             blobs: Sequence[bytes] = [await asyncio.to_thread(self._source.leaf, digest, index)]
+            return Message(blobs=await self._inject_faults(blobs) if self._inject_faults else blobs, release=release)
         except (LookupError, OSError) as exc:
+            release()
             raise PeerError("this node does not have that state any more", code="gone") from exc
-        return Message(blobs=await self._inject_faults(blobs) if self._inject_faults else blobs)
+        except BaseException:
+            release()
+            raise
 
 
 class ChainServer:
@@ -161,6 +169,7 @@ class ChainServer:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
+        self._chains = asyncio.Semaphore(MOST_CHAINS)
         ctx.wire.serve({"chain": Service(self._on_chain, Channel.STATE)})
 
     async def _on_chain(self, caller: str, message: Message) -> Message:
@@ -177,17 +186,34 @@ class ChainServer:
             or not all(isinstance(head, str) for head in heads)
         ):
             raise PeerError("a request for a chain has the wrong form")
+        release = await _place(self._chains)
+        try:
+            return self._rounds_after(heads, release, is_light=message.header.get("light") is True)
+        except BaseException:
+            release()
+            raise
+
+    def _rounds_after(self, heads: Sequence[str], release: Callable[[], None], *, is_light: bool) -> Message:
         tip, newest = self._ctx.chain.tip, heads[0] if heads else ""
         header = {"head": tip.head, "age_s": self._ctx.age_s, "light": False}
         amendments = {"amendments": tip.state.amendments} if tip.state.amendments else {}
         proofs = self._ctx.chain.proofs_after(newest)
-        if (proofs or newest == tip.head) and message.header.get("light") is not True:
-            return Message(header, _first(proofs))
+        if (proofs or newest == tip.head) and not is_light:
+            return Message(header, _first(proofs), release)
         known = set(heads_of(tip.links, tip.head))
         common = next((head for head in heads if head in known), "")
-        return Message(
-            header | amendments | {"light": True}, [link.text.encode() for link in links_after(tip.links, common)]
-        )
+        links = [link.text.encode() for link in links_after(tip.links, common)]
+        return Message(header | amendments | {"light": True}, links, release)
+
+
+async def _place(places: asyncio.Semaphore) -> Callable[[], None]:
+    """Wait until one more reply may be in memory. Returns a function to call when it was sent. Raises PeerError."""
+    try:
+        async with asyncio.timeout(YIELD_S):
+            await places.acquire()
+    except TimeoutError as exc:
+        raise PeerError("too many replies are being sent", code="busy") from exc
+    return places.release
 
 
 def links_of(reply: Message, rules: Rules) -> tuple[Link, ...]:

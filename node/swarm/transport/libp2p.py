@@ -77,6 +77,8 @@ CONNECTED_CACHE_S = 0.5
 """Time for which the list of connected peers is reused, because p2pd takes several ms to list many peers."""
 SMALL_BYTES, SMALL_S = 64 * 1024, 10.0
 """A call with a longer body or a longer timeout counts as bulk. It carries bulk data, or waits for other work."""
+MOST_ADDRESSES = 8000
+"""Limit on the peers whose addresses are kept: twice the peers in the table (`peer_table.MAX_KNOWN`)."""
 STREAMS_PER_CALLER = 64
 """Limit on the open streams of one caller, because each stream holds a header in memory."""
 
@@ -149,6 +151,7 @@ class _Call:
     blobs: Sequence[bytes]
     timeout_s: float
     max_reply_bytes: int
+    first_s: float | None = None
 
     @property
     def is_bulk(self) -> bool:
@@ -200,14 +203,22 @@ class Libp2pWire:
         self._services.update(services)
 
     async def call(
-        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+        self,
+        peer_id: str,
+        verb: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        first_s: float | None = None,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> Message:
         try:
             if peer_id == self.peer_id:
                 return await self._call_self(verb, message, timeout_s)
             async with asyncio.timeout(timeout_s):
                 header = pack_header(verb, message)
-                return await self._call_remote(_Call(peer_id, verb, header, message.blobs, timeout_s, max_reply_bytes))
+                call = _Call(peer_id, verb, header, message.blobs, timeout_s, max_reply_bytes, first_s)
+                return await self._call_remote(call)
         except TimeoutError as exc:
             raise timeout_error(peer_id, verb, timeout_s) from exc
         except DAEMON_ERRORS as exc:
@@ -288,7 +299,13 @@ class Libp2pWire:
         # Sending runs concurrently with reading, because a peer may refuse before it has read the whole request.
         sending = asyncio.create_task(write_message(writer, call.header, call.blobs, self.upload_limiter))
         try:
-            status, reply, size = await read_message(reader, lambda _: call.max_reply_bytes, self.download_limiter)
+            try:
+                limit = self.download_limiter
+                status, reply, size = await read_message(reader, lambda _: call.max_reply_bytes, limit, call.first_s)
+            except TimeoutError as exc:
+                if call.first_s is None:
+                    raise
+                raise timeout_error(call.peer_id, call.verb, call.first_s) from exc
             self.traffic.received_bytes[channel] += size
             if status == "ok":
                 sent_bytes = await sending
@@ -447,8 +464,14 @@ class Libp2pWire:
 
     def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
         """Remember a peer's addresses, to dial them when it is not connected. `inbound`: whether it can be dialed."""
+        self._addresses.pop(peer_id, None)
         self._addresses[peer_id] = addresses_of(peer_id, addresses)
         (self._closed_to_dials.discard if inbound else self._closed_to_dials.add)(peer_id)
+        while len(self._addresses) > MOST_ADDRESSES:  # The live peers are learned again and again, so they come last.
+            gone = next(iter(self._addresses))
+            del self._addresses[gone]
+            self._closed_to_dials.discard(gone)
+            self.relayed_at_s.pop(gone, None)
 
     async def _ensure_connected(self, peer_id: str, *, dial: bool = True) -> None:
         """Connect to a peer unless it is connected. Raises _Unconnected if no connection can be opened.

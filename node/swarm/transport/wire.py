@@ -191,7 +191,14 @@ class Wire(Protocol):
         """Add verbs to serve. Add the first verbs before the first `call`; others may follow later."""
 
     async def call(
-        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+        self,
+        peer_id: str,
+        verb: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        first_s: float | None = None,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> Message:
         """Call a verb on a peer, which may be this node. Both peer ids are authenticated.
 
@@ -201,6 +208,8 @@ class Wire(Protocol):
         Raises PeerError with code "unreachable", "timeout", or the peer's own code. Its code is "no_relay" if the peer
         could only be called over relays and all of them failed, which says nothing about the peer. A reply body longer
         than `max_reply_bytes` is refused unread ("bad_size").
+
+        `first_s` is the timeout of the first bytes of the reply, for a peer that needs no time to make it.
         """
 
     async def close(self) -> None:
