@@ -7,7 +7,7 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -23,7 +23,19 @@ from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.consensus import leader
 from node.swarm.consensus.ballot import MAX_AHEAD, Attempt, LocalContribution
 from node.swarm.identity import Identity
-from node.swarm.messages import Document, Join, Plan, Proof, RoundOutcome, accept, parse, results_root, sign
+from node.swarm.messages import (
+    Document,
+    Join,
+    Plan,
+    Proof,
+    RoundOutcome,
+    accept,
+    parse,
+    read_join,
+    results_root,
+    sign,
+    split_hashes,
+)
 from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
 from tests.contract.test_malformed_replies import reply_with
@@ -488,6 +500,69 @@ def test_a_result_chunk_with_a_wrong_hash_is_fetched_from_another_peer(swarm: Sw
     assert proof is not None
     assert late.host.do(late.participant.committer.adopt(proof))
     assert late.tip.digest == nodes[0].tip.digest
+
+
+@pytest.fixture
+def hanging(swarm: Swarm) -> Iterator[Callable[[Node], None]]:
+    """Makes a node hang in each `fetch` until the test ends."""
+    ends: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def hang(node: Node) -> None:
+        end = asyncio.Event()
+        ends.append((node.host.loop, end))
+
+        async def never(_caller: str, _message: Message) -> Message:
+            await end.wait()
+            return Message()
+
+        node.host.wire.serve({"fetch": Service(never, Channel.REDUCE)})
+
+    yield hang
+    for loop, end in ends:
+        loop.call_soon_threadsafe(end.set)
+
+
+def test_a_reducer_that_hangs_when_its_means_are_fetched_costs_seconds_not_the_time_of_a_transfer(
+    swarm: Swarm, hanging: Callable[[Node], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_store, "FIRST_S", 1.0)
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    hanging(in_leader_order(nodes)[-1])
+    began_s = time.monotonic()
+    assert_same(round_of(nodes, 0))
+    assert time.monotonic() - began_s < nodes[0].rules.bulk_s - 2.0
+
+
+def test_a_round_that_nobody_serves_does_not_hold_up_other_changes_of_the_state(
+    swarm: Swarm, hanging: Callable[[Node], None]
+) -> None:
+    rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
+    nodes = swarm.nodes(2, rules)
+    round_of(nodes, 0)
+    for node in nodes:
+        hanging(node)
+    late = swarm.node(rules)
+    late.meet(nodes)
+    proof = nodes[0].tip.proof
+    assert proof is not None
+    adopting = asyncio.run_coroutine_threadsafe(late.participant.committer.adopt(proof), late.host.loop)
+    wait_until(lambda: bool(late.participant.ctx.results._fetches))
+    late.host.do(late.participant.committer.set_aside(), 3.0)
+    assert not adopting.done()
+    late.host.loop.call_soon_threadsafe(late.participant.ctx.results.close)
+
+
+def test_a_mean_that_is_known_is_still_held_against_the_bound_of_another_outcome(swarm: Swarm) -> None:
+    (node,) = swarm.nodes(1, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    document, hashes = lone_outcome(node, node.tip.head, 1e-3)
+    outcome = parse(RoundOutcome, document.text)
+    (join,) = (read_join(one) for one in outcome.plan.joins)
+    wide, narrow = (join.model_copy(update={"norm": norm}) for norm in (1e3, 1e-9))
+    mean_of = node.participant.committer.mean_of
+    node.host.do(mean_of(outcome, {node.peer_id: wide}, split_hashes(hashes.hex())))
+    with pytest.raises(PeerError) as caught:
+        node.host.do(mean_of(outcome, {node.peer_id: narrow}, split_hashes(hashes.hex())))
+    assert caught.value.code == "bad_norm"
 
 
 def test_chunks_are_read_in_threads_for_at_most_two_calls_per_caller(

@@ -22,7 +22,7 @@ from node.swarm import messages
 from node.swarm.allreduce import result_store
 from node.swarm.allreduce.reducer import Reducer
 from node.swarm.allreduce.result_store import ResultStore
-from node.swarm.consensus import leader
+from node.swarm.consensus import ballot, leader
 from node.swarm.consensus.ballot import Attempt, Ballot
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.leader import Leader
@@ -301,6 +301,15 @@ def chunks_have_other_contributors(patches: Patches) -> None:
 def majority_may_be_left_out(patches: Patches) -> None:
     """A member votes for an outcome that includes fewer than half of its plan's members."""
     patches.replace(messages, "least_included", lambda _: lambda plan: 1)
+
+
+# attempts
+
+
+@mutant("no round in the last")
+def one_member_ends_attempts(patches: Patches) -> None:
+    """A single member that is ahead ends the attempts of all others."""
+    patches.replace(ballot, "most_wrong", lambda _: lambda members: 0)
 
 
 # the command

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from node.swarm.consensus.ballot import Ballot
+import pytest
+
+from node.swarm.consensus.ballot import MAX_AHEAD, Ballot
+from node.swarm.consensus.quorum import Electorate
 
 
 def test_a_member_that_could_not_be_reached_is_doubted_only_for_a_time() -> None:
@@ -23,3 +27,52 @@ def test_a_member_that_could_not_be_reached_is_doubted_only_for_a_time() -> None
     now_s = 131.0
     assert not ballot.has_false_claim(silent)
     assert ballot.has_false_claim(false)
+
+
+def number_after(attempts: Sequence[int], contributors: Sequence[int], min_peers: int = 2, attending: int = 0) -> int:
+    """Where node 0 goes from attempt 0 if the others are in these attempts, and node 1 attends `attending` at it."""
+    names = [str(number) for number in range(len(attempts) + 1)]
+    chain: Any = SimpleNamespace(
+        tip=SimpleNamespace(head="aa", digest="dd"), store=SimpleNamespace(lowest_attempt=lambda _head: 0)
+    )
+    records = [
+        SimpleNamespace(peer_id=name, head="aa", state_digest="dd", attempt=attempt)
+        for name, attempt in zip(names, (0, *attempts), strict=True)
+    ]
+    table: Any = SimpleNamespace(members=lambda: records, me=records[0], is_member=lambda peer: peer in names)
+    ballot = Ballot(chain, table, lambda: 0.0)
+    if attending:
+        ballot.attempt(attending).joins["1"] = None  # type: ignore[assignment]
+    everyone = frozenset(names)
+    electorate = Electorate(frozenset(map(str, contributors)), present=everyone, members=everyone)
+    ballot.look_up(electorate, min_peers)
+    return ballot.number
+
+
+@pytest.mark.parametrize(
+    ("attempts", "contributors", "number", "why"),
+    [
+        ((7, 0, 0), (0, 1, 2, 3), 0, "one of three others may be wrong"),
+        ((7, 0, 0, 0, 0, 0), range(7), 0, "one of six"),
+        ((7, 9, 0, 0, 0, 0), range(7), 0, "two of six"),
+        ((7, 9, 8, 0, 0, 0), range(7), 7, "more than a third have reached 7"),
+        ((7, 2, 0), (0, 1, 2, 3), 2, "members 0, 2 and 3 are a quorum in attempt 2"),
+        ((7, 2, 0, 0, 0), range(5), 2, "both have reached 2, and the others suffice"),
+        ((7, 0), (0, 1, 2), 7, "in a swarm of three, nobody can tell who is wrong"),
+        ((7, 0, 0), (0, 1), 7, "there is no quorum without the one that is ahead"),
+        ((MAX_AHEAD + 1, 0, 0), (0, 1), 0, "nobody uses up the numbers of attempts"),
+    ],
+)
+def test_one_member_that_is_ahead_ends_no_attempt_of_four_that_can_go_on_without_it(
+    attempts: Sequence[int], contributors: Sequence[int], number: int, why: str
+) -> None:
+    assert number_after(attempts, contributors) == number, why
+
+
+def test_members_that_attend_a_later_attempt_have_reached_it_before_their_records_say_so() -> None:
+    assert number_after((0, 3, 0, 0), range(5)) == 0
+    assert number_after((0, 3, 0, 0), range(5), attending=5) == 3, "member 1 attends attempt 5, and member 2 is in 3"
+
+
+def test_a_node_follows_one_member_if_the_others_are_too_few_for_the_run() -> None:
+    assert number_after((7, 0, 0), range(4), min_peers=4) == 7

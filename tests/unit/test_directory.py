@@ -43,6 +43,7 @@ with warnings.catch_warnings():
         DirectoryReader,
         Listing,
         ListingValidator,
+        is_listable,
         merge_listings,
         read_listing,
         sign_listing,
@@ -72,6 +73,16 @@ def address_of(number: int) -> str:
 
 
 # one listing
+
+
+def test_addresses_that_only_libp2p_can_read_are_not_listed() -> None:
+    """A peer that named one ended the swarm of each node that lists the run."""
+    for address in ("/dns4/example.com./tcp/4", "/ip4/1.2.3.4/tcp/000004", "/ip4/1.2.3.4/tcp/4/ws"):
+        assert not is_listable(f"{address}/p2p/{new_identity().peer_id}")
+        with pytest.raises(ValueError, match=r"address|peer id"):
+            listing_of("run", addresses=(f"{address}/p2p/{new_identity().peer_id}",))
+    assert is_listable(ADDRESS) and listing_of("run", addresses=(ADDRESS,))
+    assert not is_listable("/ip4/1.2.3.4/tcp/4")
 
 
 def test_a_listing_is_read_as_it_was_signed() -> None:

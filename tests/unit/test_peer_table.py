@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from node.errors import PeerError
-from node.status import Phase
+from node.status import Phase, TaskScores
 from node.swarm.identity import Identity, new_identity, verify
 from node.swarm.membership import peer_table
 from node.swarm.membership.gossip import MAX_REQUEST_BYTES, Gossip
@@ -19,6 +19,7 @@ from node.swarm.membership.peer_table import (
     FORGOTTEN_S,
     GOSSIP_AGE_S,
     MAX_KNOWN,
+    MAX_RECORD_BYTES,
     MEMBER_PHASES,
     PeerRecord,
     PeerTable,
@@ -139,6 +140,7 @@ FORGERIES = {
     "utilization of text": with_end(b', "compute_utilization_ratio": "<b>"}'),
     "too many addresses": with_end(b', "addresses": [' + b",".join([b'"/a"'] * 17) + b"]}"),
     "invalid address": with_end(b', "addresses": ["http://x"]}'),
+    "padded": with_end(b" " * MAX_RECORD_BYTES + b"}"),
     "number too large": with_end(b', "number": 9223372036854775808}'),
 }
 
@@ -466,6 +468,30 @@ def test_a_malformed_gossip_message_is_refused(table: PeerTable, header: dict[st
     asyncio.run(main())
 
 
+def test_a_gossip_reply_holds_no_more_bytes_than_its_reader_accepts(
+    table: PeerTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = signed(YOU, 3), signed(THIRD, 3)
+    table.merge([first, second])
+    monkeypatch.setattr(peer_table, "MAX_ANSWER_BYTES", len(table.own().body) + len(first.body))
+    assert [s.open(RUN).peer_id for s in table.records_for()] == ids(ME, YOU)
+
+
+def test_a_false_age_does_not_make_a_peer_dead_that_has_a_newer_record(clock: Clock, table: PeerTable) -> None:
+    """A hostile peer is the first to pass on each record of YOU, and says that it is as old as a record may be."""
+
+    async def main() -> None:
+        gossip = new_gossip(InProcessNetwork(), table)
+        for number in range(1, 12):
+            clock.now_s += 1.0
+            news = signed(YOU, number)
+            header = {"signatures": [news.signature], "ages_ds": [round(10 * DEAD_S)]}
+            await gossip._answer(THIRD.peer_id, Message(header, [news.body]))
+            assert table.present() == set(ids(ME, YOU)), number
+
+    asyncio.run(main())
+
+
 def test_the_largest_gossip_messages_fit_into_the_size_limits() -> None:
     wanted = {f"{number:016d}": 2**62 for number in range(MAX_KNOWN + 1)}
     unpacked = unpack_header(pack_header("gossip", Message({"wanted": wanted})), lambda _: 0)
@@ -473,6 +499,11 @@ def test_the_largest_gossip_messages_fit_into_the_size_limits() -> None:
     address = f"/ip4/203.0.113.255/tcp/31337/p2p/{YOU.peer_id}"
     text = {"name": "n" * 64, "version": "v" * 40, "state_digest": "ef" * 32, "addresses": (address,) * 16}
     longest = signed(YOU, 2**62, swarm_tokens=2**60, **text)
+    scores = TaskScores(
+        round=2**62, state_digest="ef" * 32, scores={f"{i:02d}{'t' * 62}": 0.123456789 for i in range(16)}
+    )
+    full = signed(YOU, 2**62, **text, via=(YOU.peer_id,) * 3, evaluates=True, publishes=True, evaluation=scores)
+    assert len(full.body) < MAX_RECORD_BYTES / 1.5
     assert 1000 * len(longest.body) < MAX_REPLY_BYTES and len(longest.body) < MAX_REQUEST_BYTES
     assert MAX_BLOBS > 1000
     assert 1000 * (len(msgpack.packb(longest.signature)) + 5) < MAX_HEADER_BYTES

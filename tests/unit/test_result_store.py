@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from node.host.disk_quota import Quota
 from node.swarm.allreduce.reducer import chunk_hash
-from node.swarm.allreduce.result_store import KEPT_ROUNDS, MAX_KEPT_ROUNDS, ResultStore
+from node.swarm.allreduce.result_store import KEPT_ROUNDS, MAX_KEPT_ROUNDS, MOST_AVERAGED, ResultCache, ResultStore
 from node.swarm.chain.chain import Chain
 from node.swarm.messages import AcceptedOutcome, Proof, SavedBallot
 from tests.unit.swarm_data import RUN, A, committed
@@ -425,3 +426,53 @@ def test_a_vote_that_cannot_be_stored_is_logged(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         store.save_ballot(ballot_of([b"one"]), [b"one"])
     assert "This node's vote could not be stored" in caplog.text
+
+
+def test_a_committed_round_counts_even_if_its_files_can_neither_be_written_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a disk that has become read-only. An error here ended the swarm of the node."""
+    store = ResultStore(tmp_path)
+    put(store, 1)
+
+    def fail(*_args: object, **_options: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(Path, "unlink", fail)
+        patch.setattr(Path, "replace", fail)
+        chunks = put(store, 2)
+    assert "The round counts" in caplog.text and "cannot be removed: Read-only file system" in caplog.text
+    assert store.get(chunk_hash(chunks[0])) is None
+
+
+def test_a_chunk_that_cannot_be_read_counts_as_missing(store: ResultStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = put(store, 1)
+
+    def fail(*_args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fail)
+    assert store.get(chunk_hash(chunks[0])) is None
+    assert store.find([chunk_hash(chunks[0])]) == {}
+
+
+def test_means_of_a_hostile_leaders_many_requests_do_not_stay_in_memory(store: ResultStore) -> None:
+    unused: Any = None
+    cache = ResultCache(unused, unused, unused, store, 1.0, lambda: ())
+
+    def add(attempt: int, number: int) -> bytes:
+        chunk = number.to_bytes(4, "big")
+        cache.add(attempt, [chunk_hash(chunk)], [chunk])
+        return chunk_hash(chunk)
+
+    def here(digests: Sequence[bytes]) -> list[bool]:
+        return [cache.get_all([digest]) is not None for digest in digests]
+
+    same = [add(0, number) for number in range(20)]
+    assert here(same) == [False] * 19 + [True], "the newest mean of an attempt replaces those before it"
+    others = [add(attempt, 100 + attempt) for attempt in range(1, 10)]
+    assert here([same[-1], *others]) == [False] * (10 - MOST_AVERAGED) + [True] * MOST_AVERAGED
+    assert add(10, 109) == others[-1] and add(10, 110) and here([others[-1]]) == [True], "attempt 9 has it, too"
+    cache.clear()
+    assert here(others) == [False] * 9

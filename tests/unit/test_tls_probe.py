@@ -91,6 +91,16 @@ def test_certificate_parsers_raise_only_peer_errors() -> None:
                 parse(bad)
 
 
+def test_certificate_whose_version_does_not_exist_is_refused() -> None:
+    """The parser's error for it is no ValueError, so it ended the swarm of a node that probed such an address."""
+    whole = certificate(proof_of(IDENTITY))[0].public_bytes(Encoding.DER)
+    version_3, version_6 = b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x05"
+    assert version_3 in whole
+    with pytest.raises(PeerError) as caught:
+        peer_id_of(whole.replace(version_3, version_6, 1))
+    assert caught.value.code == "not_libp2p"
+
+
 # listeners
 
 
@@ -155,6 +165,7 @@ async def test_tls_probe_reports_a_closed_port_as_refused() -> None:
     assert await why_nobody(port) == "refused"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # hivemind is imported when the daemon starts.
 @in_loop
 async def test_tls_probe_identifies_p2pd_by_its_peer_id(tmp_path: Path) -> None:
     key = tmp_path / "identity.key"

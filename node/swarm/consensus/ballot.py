@@ -242,8 +242,9 @@ class Ballot:
     def look_up(self, electorate: Electorate, min_peers: int) -> None:
         """Go to a later attempt that other members have reached, by their records or by attending it at this node.
 
-        More than a third of the other members must have reached it, so that a single one that is ahead, by mistake or
-        on purpose, does not end the attempt of four or more. One is enough if the others cannot commit without it.
+        More than a third of the other members must have reached it. So a single one that is ahead, by mistake or on
+        purpose, does not end an attempt of four or more. If those that are not ahead cannot commit a round, the node
+        goes to the first attempt in which they can, together with all that have reached no later one.
         """
         tip, me, members = self._chain.tip, self._peer_table.me.peer_id, self._peer_table.members()
         here = [r for r in members if r.head == tip.head and r.state_digest == tip.digest and r.peer_id != me]
@@ -251,12 +252,19 @@ class Ballot:
         for attempt in self._attempts.values():
             for peer in attempt.joins if attempt.number > self.number else ():
                 reached[peer] = max(attempt.number, reached.get(peer, 0))
-        behind = {me} | {peer for peer, number in reached.items() if number <= self.number}
-        others_suffice = len(behind) >= min_peers and electorate.is_quorum(behind)
-        enough = 1 + (len(members) - 1) // 3 if others_suffice else 1
-        ahead = [(number, peer) for peer, number in reached.items() if 0 < number - self.number <= MAX_AHEAD]
-        if len(ahead) >= enough:
-            self._begin(*sorted(ahead, reverse=True)[enough - 1])
+        ahead = sorted((number, peer) for peer, number in reached.items() if 0 < number - self.number <= MAX_AHEAD)
+
+        def suffice(number: int) -> bool:
+            there = {me} | {peer for peer, other in reached.items() if other <= number}
+            return len(there) >= min_peers and electorate.is_quorum(there)
+
+        enough = most_wrong(len(members)) + 1
+        if suffice(self.number):
+            ahead = ahead[: len(ahead) - enough + 1][-1:]
+        else:
+            ahead = [entry for entry in ahead if suffice(entry[0])][:1] or ahead[-1:]
+        for number, peer in ahead:
+            self._begin(number, peer)
 
     def follow(self, attempt: Attempt, later: object, code: object) -> NoReturn:
         """Go to the later attempt that a leader names, at most MAX_AHEAD ahead. Always raises RoundFailed."""
@@ -348,6 +356,11 @@ class StageTimer:
         self.enter("idle")
         spent_s, self._spent_s = self._spent_s, {}
         return spent_s
+
+
+def most_wrong(members: int) -> int:
+    """How many of these members may be wrong, by mistake or on purpose: fewer than a third (Lamport et al. 1982)."""
+    return (members - 1) // 3
 
 
 def known_code(code: object) -> str:
