@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -164,6 +165,24 @@ def test_a_live_member_that_sends_to_only_some_reducers_costs_one_attempt(
     (done, *_) = round_of(nodes, 0)
     assert_included(done, others)
     assert done.outcome.plan.attempt == 1
+
+
+def test_a_member_that_attends_and_sends_nothing_costs_seconds_not_the_time_of_a_transfer(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose uplink is broken for large messages only."""
+    monkeypatch.setattr("node.swarm.allreduce.incoming.START_S", 2.0)
+    nodes = new_nodes(swarm, 4)
+    *others, broken = nodes
+
+    async def send(rounds: Any, attempt: Attempt, plan: Plan, mine: LocalContribution) -> None:
+        pass
+
+    broken.participant.sender.send = MethodType(send, broken.participant)  # type: ignore[method-assign]
+    began_s = time.monotonic()
+    (done, *_) = round_of(nodes, 0)
+    assert_included(done, others)
+    assert time.monotonic() - began_s < nodes[0].rules.bulk_s - 5.0
 
 
 @pytest.mark.parametrize("count", [2, 3])

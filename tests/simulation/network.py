@@ -300,12 +300,21 @@ class SimulatedWire:
 
             network.loop.call_soon(start, context=wire.life.context)
 
+        network.loop.call_later(delay_s, self._begin, peer_id, verb, reply, context=NOBODYS)
         network.send(me, peer_id, size_bytes, delay_s, Handler(arrive, NOBODYS), reply)
         if first_s is not None:
             reply.add_done_callback(lambda _: begun.set(), context=NOBODYS)
             async with asyncio.timeout(first_s):
                 await begun.wait()
         return await reply
+
+    def _begin(self, peer_id: str, verb: str, reply: asyncio.Future[Message]) -> None:
+        """The receiver reads the header of a contribution, whose body arrives later."""
+        wire = self.network.wire_of(peer_id)
+        if verb == "contribute" and wire is not None and verb in wire.services and not reply.done():
+            held = ExitStack()
+            held.enter_context(wire.services[verb].place(self.peer_id))
+            reply.add_done_callback(lambda _: held.close(), context=NOBODYS)
 
     async def handle(
         self, call: _Call, verb: str, request: bytes, blobs: Sequence[bytes], *, breaks_reply: bool

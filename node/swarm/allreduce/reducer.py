@@ -138,6 +138,11 @@ class Reducer:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(0.5):
                             await self._changed.wait()
+        return self.arrived
+
+    @property
+    def arrived(self) -> list[str]:
+        """The senders whose contributions have arrived, sorted."""
         return sorted(self._parts)
 
     def average(self, included: Sequence[str]) -> tuple[dict[int, bytes], dict[str, float]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from node.errors import PeerError
 from node.status import Channel
+from node.swarm.allreduce.incoming import Incoming
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.consensus.ballot import Attempt, Ballot, first
 from node.swarm.consensus.context import CALL_S, Context
@@ -46,6 +47,7 @@ class Handlers:
     voter: Voter
     leader: Leader
     depositary: Depositary
+    incoming: Incoming
 
     def services(self) -> dict[str, Service]:
         bulk = self.ctx.rules.contribution_bytes + MAX_HEADER_BYTES
@@ -53,7 +55,7 @@ class Handlers:
         large = partial(small, admits=self.ctx.peer_table.knows, per_caller=MAX_AT_ONCE)
         return {
             "attend": small(self._on_attend, max_request_bytes=4 * MAX_HEADER_BYTES),
-            "contribute": large(self._on_contribute, max_request_bytes=bulk),
+            "contribute": large(self._on_contribute, max_request_bytes=bulk, place=self.incoming.receive),
             "deposit": large(
                 self._on_deposit,
                 max_request_bytes=bulk,
@@ -193,10 +195,12 @@ class Handlers:
     async def _on_collect(self, caller: str, message: Message) -> Message:
         attempt = self._led(caller, message)
         reducer = await attempt.reducer_ready(CALL_S)
-        members = set(attempt.weights)
+        members, since_s = set(attempt.weights), self.ctx.clock()
 
         def awaited() -> set[str]:
-            return members & {record.peer_id for record in self.ctx.peer_table.members()}
+            live = members & {record.peer_id for record in self.ctx.peer_table.members()}
+            arrived = reducer.arrived
+            return {peer for peer in live if not self.incoming.is_silent(peer, since_s, arrived)}
 
         return Message({"arrived": await reducer.collect(awaited, self.ctx.rules.bulk_s)})
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from node.errors import PeerError, RoundFailed
+from node.swarm.allreduce.incoming import Incoming
 from node.swarm.allreduce.result_feedback import ResultFeedback
 from node.swarm.allreduce.result_store import ResultCache
 from node.swarm.chain.chain import Chain, Tip
@@ -89,7 +90,7 @@ class Participant:
         leader = Leader(self.ctx, self.ballot, self.committer)
         voter = Voter(self.ctx, self.ballot, self.committer)
         self._attendance = Attendance(self.ctx, self.ballot, self.stages, self.committer, voter, self.sender)
-        self._handlers = Handlers(self.ctx, self.ballot, voter, leader, self.depositary)
+        self._handlers = Handlers(self.ctx, self.ballot, voter, leader, self.depositary, Incoming(self.ctx.clock))
         self._deliver = deliver
         self._offered = asyncio.Event()
         wire.serve(self._handlers.services())
