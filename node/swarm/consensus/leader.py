@@ -94,7 +94,7 @@ class Leader:
                 ready=self._tokens(attempt),
                 live=self._waitable(attempt, now_s),
                 last_weights=tip.last_weights,
-                joined=attempt.joins.keys(),
+                joined=attempt.joins.keys() - self._gone_on(attempt),
                 electorate=self._ctx.electorate(),
                 opened_at_s=opened_at_s,
                 quorum_at_s=quorum_at_s,
@@ -121,16 +121,23 @@ class Leader:
             await first((attempt.has_join,), GATHER_S)
 
     def _tokens(self, attempt: Attempt) -> dict[str, int]:
-        joins = {peer: read_join(document) for peer, document in attempt.joins.items()}
-        return {peer: join.tokens for peer, join in joins.items() if peer not in self._ballot.omitted}
+        absent = self._gone_on(attempt) | self._ballot.omitted
+        return {peer: read_join(join).tokens for peer, join in attempt.joins.items() if peer not in absent}
+
+    def _gone_on(self, attempt: Attempt) -> set[str]:
+        """Members of this round that have gone to a later attempt, and take no part in this one."""
+        head = self._ctx.chain.tip.head
+        members = self._ctx.peer_table.members()
+        return {record.peer_id for record in members if record.head == head and record.attempt > attempt.number}
 
     def _waitable(self, attempt: Attempt, now_s: float) -> list[str]:
-        """Live members in this round, except those that have joined but are omitted from this leader's plans."""
+        """Live members that may join, and those that have joined and are not omitted from this leader's plans."""
         tip = self._ctx.chain.tip
         # After a suspend, this node's records of the others are old.
         settled = now_s - tip.anchor_at_s > BEHIND_GRACE_S and not self._ctx.peer_table.just_resumed()
-        members = self._ctx.peer_table.members()
+        members, gone_on = self._ctx.peer_table.members(), self._gone_on(attempt)
         here = [r.peer_id for r in members if r.head == tip.head or (r.round < tip.round and not settled)]
+        here = [peer for peer in here if peer not in gone_on]
         return [peer for peer in here if peer not in self._ballot.omitted or peer not in attempt.joins]
 
     async def _claimed(self, attempt: Attempt, doubted: set[str]) -> AcceptedOutcome | None:
