@@ -62,7 +62,7 @@ help:
 	@echo "make lint                          check style, types and import contracts"
 	@echo "make bench                         run the measurements of tests/benchmarks"
 	@echo "make bench-sync                    measure communication (root; over an hour)"
-	@echo "make book                          test the claims of the papers: three hours"
+	@echo "make book                          test the claims of the papers: four hours"
 	@echo "make storm                         inject faults into real nodes: 45 minutes"
 	@echo "make storm ARGS=--steer            also amend, pause and resume the run meanwhile"
 	@echo

@@ -249,8 +249,9 @@ class Ballot:
         tip, me, members = self._chain.tip, self._peer_table.me.peer_id, self._peer_table.members()
         here = [r for r in members if r.head == tip.head and r.state_digest == tip.digest and r.peer_id != me]
         reached = {record.peer_id: record.attempt for record in here}
-        for attempt in self._attempts.values():
-            for peer in attempt.joins if attempt.number > self.number else ():
+        later = [attempt for attempt in self._attempts.values() if attempt.number > self.number]
+        for attempt in later:
+            for peer in attempt.joins.keys() & {record.peer_id for record in members}:
                 reached[peer] = max(attempt.number, reached.get(peer, 0))
         ahead = sorted((number, peer) for peer, number in reached.items() if 0 < number - self.number <= MAX_AHEAD)
 
@@ -260,7 +261,7 @@ class Ballot:
 
         enough = most_wrong(len(members)) + 1
         if suffice(self.number):
-            ahead = ahead[: len(ahead) - enough + 1][-1:]
+            ahead = ahead[-enough:][:1] if len(ahead) >= enough else []
         else:
             ahead = [entry for entry in ahead if suffice(entry[0])][:1] or ahead[-1:]
         for number, peer in ahead:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from node.errors import PeerError, RoundFailed, SwarmError
+from node.status import Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.chain.fork_choice import (
     Link,
@@ -252,6 +253,14 @@ class CatchUp:
             if self._ctx.chain.tip.head in (tip.head, reply.header.get("head")):
                 return reply
 
+    def _leaving(self, tip: Tip) -> list[PeerRecord]:
+        """Live peers at this node's head that are downloading another state.
+
+        They count as members here until they have left. Otherwise each of two members may leave while the other does.
+        """
+        live = self._peer_table.live() if tip.round >= 0 else []  # At the start of a run, all joiners have this head.
+        return [record for record in live if record.phase is Phase.DOWNLOADING and record.head == tip.head]
+
     def _is_behind(self, theirs: Sequence[Link], standing: Mapping[str, str]) -> bool:
         """Whether to believe rounds that follow this node's head, or that are ahead of it without a known common round.
 
@@ -280,7 +289,8 @@ class CatchUp:
             return False
         fork_point = theirs[0].parent
         is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
-        standing = {r.peer_id: r.head for r in self._peer_table.members()} | {self._ctx.me: tip.head}
+        standing = {r.peer_id: r.head for r in [*self._peer_table.members(), *self._leaving(tip)]}
+        standing[self._ctx.me] = tip.head
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
             if self._is_behind(theirs, standing):
                 self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
