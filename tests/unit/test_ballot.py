@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from node.errors import PeerError
 from node.swarm.consensus.ballot import MAX_AHEAD, Ballot
 from node.swarm.consensus.quorum import Electorate
 
@@ -29,20 +30,36 @@ def test_a_member_that_could_not_be_reached_is_doubted_only_for_a_time() -> None
     assert ballot.has_false_claim(false)
 
 
-def number_after(attempts: Sequence[int], contributors: Sequence[int], min_peers: int = 2, attending: int = 0) -> int:
-    """Where node 0 goes from attempt 0 if the others are in these attempts, and node 1 attends `attending` at it."""
+def number_after(
+    attempts: Sequence[int],
+    contributors: Sequence[int],
+    min_peers: int = 2,
+    attending: Sequence[int] = (),
+    age_s: float = 60.0,
+) -> int:
+    """Where node 0 goes from attempt 0 if the others are in these attempts, and node 1 attends others at it.
+
+    The record of a member in attempt -1 still names the round before.
+    """
     names = [str(number) for number in range(len(attempts) + 1)]
     chain: Any = SimpleNamespace(
-        tip=SimpleNamespace(head="aa", digest="dd"), store=SimpleNamespace(lowest_attempt=lambda _head: 0)
+        tip=SimpleNamespace(head="aa", digest="dd", round=3, anchor_at_s=-age_s),
+        store=SimpleNamespace(lowest_attempt=lambda _head: 0),
     )
     records = [
-        SimpleNamespace(peer_id=name, head="aa", state_digest="dd", attempt=attempt)
+        SimpleNamespace(
+            peer_id=name,
+            head="aa" if attempt >= 0 else "before",
+            state_digest="dd",
+            attempt=attempt,
+            round=3 - (attempt < 0),
+        )
         for name, attempt in zip(names, (0, *attempts), strict=True)
     ]
     table: Any = SimpleNamespace(members=lambda: records, me=records[0], is_member=lambda peer: peer in names)
     ballot = Ballot(chain, table, lambda: 0.0)
-    if attending:
-        ballot.attempt(attending).joins["1"] = None  # type: ignore[assignment]
+    for later in attending:
+        ballot.attended(later, "1").joins["1"] = None  # type: ignore[assignment]
     everyone = frozenset(names)
     electorate = Electorate(frozenset(map(str, contributors)), present=everyone, members=everyone)
     ballot.look_up(electorate, min_peers)
@@ -71,7 +88,25 @@ def test_one_member_that_is_ahead_ends_no_attempt_of_four_that_can_go_on_without
 
 def test_members_that_attend_a_later_attempt_have_reached_it_before_their_records_say_so() -> None:
     assert number_after((0, 3, 0, 0), range(5)) == 0
-    assert number_after((0, 3, 0, 0), range(5), attending=5) == 3, "member 1 attends attempt 5, and member 2 is in 3"
+    assert number_after((0, 3, 0, 0), range(5), attending=[5]) == 3, "member 1 attends attempt 5, and member 2 is in 3"
+    assert number_after((0, 3, 0, 0), range(5), attending=[5, 2]) == 2, "it waits in one attempt at a time"
+
+
+def test_members_that_have_not_heard_of_the_last_commit_count_as_present_for_some_seconds() -> None:
+    assert number_after((7, -1, -1), range(4), age_s=1.0) == 0
+    assert number_after((7, -1, -1), range(4), age_s=60.0) == 7, (
+        "they are behind, so there is no quorum without member 1"
+    )
+
+
+def test_only_members_wait_for_a_later_attempt() -> None:
+    chain: Any = SimpleNamespace(tip=SimpleNamespace(head="aa"), store=SimpleNamespace(lowest_attempt=lambda _head: 0))
+    table: Any = SimpleNamespace(is_member=lambda peer: peer == "member")
+    ballot = Ballot(chain, table, lambda: 0.0)
+    with pytest.raises(PeerError, match="only members"):
+        ballot.attended(3, "stranger")
+    assert ballot.attended(0, "stranger").number == 0
+    assert ballot.attended(3, "member").number == 3 and ballot.number == 0
 
 
 def test_a_node_follows_one_member_if_the_others_are_too_few_for_the_run() -> None:

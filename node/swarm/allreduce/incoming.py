@@ -33,11 +33,17 @@ class Incoming:
             now_s = self._clock()
             self._ended_at_s = {p: at for p, at in self._ended_at_s.items() if at > now_s - START_S} | {peer: now_s}
 
-    def is_silent(self, sender: str, since_s: float, arrived: Collection[str]) -> bool:
+    def is_silent(self, sender: str, since_s: float, missing: Collection[str]) -> bool:
         """Whether nothing of the sender has been on its way for START_S, or since `since_s`.
 
-        A body of a peer whose own contribution has `arrived` may be that of the sender, which the peer forwards.
+        A depositary may forward the contribution, and only the header that comes with it says whose it is. So the body
+        of any peer may be that of the sender, except those of members whose own contribution is still `missing` here.
         """
-        if self._running[sender] or any(self._running[peer] for peer in arrived):
+
+        def may_send_it(peer: str) -> bool:
+            return peer == sender or peer not in missing
+
+        if any(map(may_send_it, self._running)):
             return False
-        return self._clock() - max(since_s, self._ended_at_s.get(sender, -math.inf)) >= START_S
+        ended_at_s = max((at for peer, at in self._ended_at_s.items() if may_send_it(peer)), default=-math.inf)
+        return self._clock() - max(since_s, ended_at_s) >= START_S

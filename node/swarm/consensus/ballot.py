@@ -23,6 +23,8 @@ from node.swarm.messages import AcceptedOutcome, Document, Join, Proof, SavedBal
 
 MAX_RAISES = 64
 """Limit on the attempts of one round that one peer may begin."""
+BEHIND_GRACE_S = 3.0
+"""Time to wait for a member whose record names an older round, because a newer record may be on its way."""
 MAX_AHEAD = 1000
 """Limit on how many attempts a peer may be ahead, so that no peer can use up the attempt numbers."""
 
@@ -160,8 +162,8 @@ class Ballot:
         self._attempts: dict[int, Attempt] = {}
         self._raised: Counter[str] = Counter()
         self.number = chain.store.lowest_attempt(chain.tip.head)
-        """The highest attempt that this node has seen. Lower attempts are ignored. After a crash or a lost fork, this
-        node may have voted in this round before."""
+        """The attempt that this node is in. Lower attempts are over for it. After a crash or a lost fork, this node may
+        have voted in this round before."""
         self.mine: LocalContribution | None = None
         self.offered_at_s = 0.0
         self.accepted: AcceptedOutcome | None = None
@@ -222,13 +224,25 @@ class Ballot:
     def _begin(self, number: int, peer: str) -> None:
         """Go to a later attempt because of this peer, and end all lower attempts."""
         self._raised[peer] += 1
-        if self._raised[peer] > MAX_RAISES or not self._peer_table.is_member(peer):
-            return
         self.number = number
         for old in self._attempts.values():
             if old.number < number:
                 old.fail(RoundFailed("a later attempt is under way"))
                 old.stop()
+
+    def attended(self, number: int, caller: str) -> Attempt:
+        """Return the attempt that a caller attends at this node. Raises PeerError.
+
+        A later attempt waits until this node goes there. Only members may wait, each in one attempt.
+        """
+        if number > self.number:
+            if not self._peer_table.is_member(caller):
+                raise PeerError("only members attend a later attempt", code="round_failed")
+            for other in self._attempts.values():
+                if other.number > self.number and other.number != number:
+                    other.joins.pop(caller, None)
+                    other.proposals.pop(caller, None)
+        return self.attempt(number)
 
     def joined(self, parent: str, number: int) -> Attempt:
         """Return the attempt that a call names which only its members make. Raises PeerError if this node is not in it.
@@ -249,11 +263,14 @@ class Ballot:
         tip, me, members = self._chain.tip, self._peer_table.me.peer_id, self._peer_table.members()
         here = [r for r in members if r.head == tip.head and r.state_digest == tip.digest and r.peer_id != me]
         reached = {record.peer_id: record.attempt for record in here}
-        later = [attempt for attempt in self._attempts.values() if attempt.number > self.number]
-        for attempt in later:
-            for peer in attempt.joins.keys() & {record.peer_id for record in members}:
+        if self._clock() - tip.anchor_at_s < BEHIND_GRACE_S:
+            reached |= {record.peer_id: 0 for record in members if record.round < tip.round}
+        live = {record.peer_id for record in members}
+        for attempt in self._attempts.values():
+            for peer in live & attempt.joins.keys() if attempt.number > self.number else ():
                 reached[peer] = max(attempt.number, reached.get(peer, 0))
         ahead = sorted((number, peer) for peer, number in reached.items() if 0 < number - self.number <= MAX_AHEAD)
+        ahead = [(number, peer) for number, peer in ahead if self._raised[peer] < MAX_RAISES]
 
         def suffice(number: int) -> bool:
             there = {me} | {peer for peer, other in reached.items() if other <= number}

@@ -36,6 +36,8 @@ MEMORY_BYTES = 256 * 2**20
 LEAST_PLACES, MOST_PLACES = 2, 64
 ANSWER_S = 1.0
 """A depositary answers a request to forward this long before the member's timeout."""
+MOST_FORWARDS = 64
+"""Limit on the attempts in which one deposit is forwarded."""
 SIDE_BY_SIDE = 2
 """Limit on concurrent transfers of deposits to one reducer."""
 
@@ -292,8 +294,8 @@ class Depositary:
         if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(len(held.chunks))):
             raise PeerError("a request to forward names a chunk twice, or one that does not exist")
         await self._ctx.hooks.at("forward")
-        if attempt.number in held.attempts:
-            raise PeerError("that contribution has already been forwarded in this attempt", code="busy")
+        if attempt.number in held.attempts or len(held.attempts) >= MOST_FORWARDS:
+            raise PeerError("that contribution has already been forwarded", code="busy")
         held.attempts.add(attempt.number)
         sends = {
             peer: self._ctx.tasks.spawn(self._send(peer, attempt, held, chunks)) for peer, chunks in wanted.items()

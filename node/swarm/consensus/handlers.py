@@ -101,7 +101,7 @@ class Handlers:
         leads = is_leader and self.ctx.leader_at(number) == self.ctx.me
         if not leads and self.ballot.release(number, caller):
             return Message({"status": "elsewhere"})
-        attempt = self.ballot.attempt(number)
+        attempt = self.ballot.attended(number, caller)
         if (claim := message.header.get("accepted")) and caller not in attempt.proposals:
             attempt.proposals[caller] = self.voter.read_accepted(claim, caller, attempt)
         if caller not in attempt.joins:
@@ -183,14 +183,16 @@ class Handlers:
         return Message()
 
     async def _on_forward(self, caller: str, message: Message) -> Message:
-        attempt = self._keyed(message)
+        parent, number = message.header.get("parent"), self.ballot.check_number(message.header.get("attempt"))
+        if parent != self.ctx.chain.tip.head:
+            raise PeerError("this node is in another round", code="round_failed")
         wanted = message.header.get("chunks")
         if not isinstance(wanted, dict) or not all(isinstance(chunks, list) for chunks in wanted.values()):
             raise PeerError("a request to forward has the wrong form")
         wait_s = message.header.get("wait_s")
         if not isinstance(wait_s, float) or not 0 < wait_s <= self.ctx.rules.bulk_s:
             raise PeerError("a request to forward names no time")
-        return Message({"taken": await self.depositary.forward(attempt, caller, wanted, wait_s)})
+        return Message({"taken": await self.depositary.forward(Attempt(parent, number), caller, wanted, wait_s)})
 
     async def _on_collect(self, caller: str, message: Message) -> Message:
         attempt = self._led(caller, message)
@@ -199,8 +201,8 @@ class Handlers:
 
         def awaited() -> set[str]:
             live = members & {record.peer_id for record in self.ctx.peer_table.members()}
-            arrived = reducer.arrived
-            return {peer for peer in live if not self.incoming.is_silent(peer, since_s, arrived)}
+            missing = members.difference(reducer.arrived)
+            return {peer for peer in live if not self.incoming.is_silent(peer, since_s, missing)}
 
         return Message({"arrived": await reducer.collect(awaited, self.ctx.rules.bulk_s)})
 

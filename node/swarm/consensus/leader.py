@@ -16,7 +16,7 @@ from typing import TypeVar
 from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.allreduce.chunk_assignment import capacities, chunk_owners
 from node.swarm.allreduce.reducer import is_norm_misdeclared
-from node.swarm.consensus.ballot import Attempt, Ballot, first
+from node.swarm.consensus.ballot import BEHIND_GRACE_S, Attempt, Ballot, first
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.group_closing import Gathering, judge, left_out
@@ -47,8 +47,6 @@ GATHER_S = 0.25
 """Longest time between two looks at a group that is being gathered. A new member is seen at once."""
 MORE_VOTES_S = 0.5
 """Time to wait for further votes after a result is ratified. More votes convince more members that did not vote."""
-BEHIND_GRACE_S = 3.0
-"""Time to wait for a member whose record names an older round, because a newer record may be on its way."""
 AHEAD_GRACE_S = 5.0
 """Time to fetch the rounds of a member that claims to be ahead. After this time, the claim counts as false."""
 
@@ -89,6 +87,8 @@ class Leader:
         tip = self._ctx.chain.tip
         missing = left_out(self._ctx.next_round, [link.members for link in tip.links], self._ballot.joined_at)
         while True:
+            self._ballot.look_up(self._ctx.electorate(), self._ctx.rules.closing.min_peers)
+            attempt.raise_failure()
             now_s = self._ctx.clock()
             seen = Gathering(
                 ready=self._tokens(attempt),
@@ -116,7 +116,6 @@ class Leader:
                 quorum_at_s = now_s
             if verdict.code == "waiting_for_peers" and set(seen.live) <= set(attempt.joins) | self._ballot.omitted:
                 self._ballot.omitted.clear()  # Without the omitted members, the group is too small.
-            self._ballot.look_up(self._ctx.electorate(), self._ctx.rules.closing.min_peers)
             attempt.has_join.clear()
             await first((attempt.has_join,), GATHER_S)
 
@@ -343,10 +342,10 @@ class Leader:
         return Message({"status": "proposal", "hashes": accepted.hashes}, blobs)
 
     def _here(self, attempt: Attempt) -> set[str]:
-        """The live members that have joined and still attend."""
+        """The live members that have joined, still attend, and have not gone on."""
         since_s = self._ctx.clock() - self._ctx.peer_table.timings.hold_s - CALL_S
         attending = {peer for peer in attempt.joins if attempt.attended_at_s.get(peer, -math.inf) >= since_s}
-        return attending & self._ctx.live_members()
+        return attending & self._ctx.live_members() - self._gone_on(attempt)
 
     def _is_ratified(self, group: Collection[str], accepts: Collection[str]) -> bool:
         """Whether a majority of the group and a quorum of the last contributors, in the group or not, have voted."""

@@ -3,8 +3,8 @@
     offer -> attend -> PLAN -> send chunks to their reducers -> collect, average -> PROPOSAL -> vote -> CERTIFICATE
 
 Every step is a call that can be repeated. A failure ends the attempt, and the next attempt has another leader.
-Contributions do not change until the commit. The key of a call is (parent, attempt). A node follows the highest attempt
-that it has seen. PROTOCOL.md states the rules.
+Contributions do not change until the commit. The key of a call is (parent, attempt). `Ballot.look_up` says when
+a node goes to a later attempt. PROTOCOL.md states the rules.
 """
 
 from __future__ import annotations

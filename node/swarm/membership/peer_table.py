@@ -249,6 +249,7 @@ class PeerTable:
             if entry.record.number >= wanted.get(peer_id[-SHORT_ID:], 0)
             and (now_s - entry.heard_at_s < GOSSIP_AGE_S or peer_id == caller)
         ]
+        newer.sort(key=lambda signed: len(signed.body))  # Records that hostile peers have padded are left out first.
         records = [self.own(), *newer]
         ends = accumulate(len(signed.body) for signed in records)
         return [signed for signed, end in zip(records, ends, strict=True) if end <= MAX_ANSWER_BYTES]

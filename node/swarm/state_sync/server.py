@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from node.diloco.credit import EMPTY
@@ -24,7 +24,11 @@ MIN_NAME = 16  # Characters of a head or digest that identify a state
 LEAVES_PER_CALLER = 8
 """Limit on the leaves that are sent to one caller at a time, because they are held in memory."""
 MOST_LEAVES, MOST_CHAINS = 32, 8
-"""Limits on the leaves and the chains that are sent to all callers at a time. Both have up to 4 MiB."""
+"""Limits on the leaves and the long chains that are sent at a time. Both have up to 4 MiB. Chains for members and those
+for other peers have a limit each, so that strangers cannot keep members from a chain."""
+CHAINS_PER_CALLER = 2
+SHORT_BYTES = 64 * 2**10
+"""A chain below this size is always sent."""
 STATES_PER_CALLER = 64  # A caller asks once for each state that it has been offered; most replies are brief
 YIELD_S = 10.0  # A leaf waits at most this long for a round that needs the uplink
 LOOK_S = 0.1
@@ -169,8 +173,8 @@ class ChainServer:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._chains = asyncio.Semaphore(MOST_CHAINS)
-        ctx.wire.serve({"chain": Service(self._on_chain, Channel.STATE)})
+        self._chains = {is_member: asyncio.Semaphore(MOST_CHAINS) for is_member in (True, False)}
+        ctx.wire.serve({"chain": Service(self._on_chain, Channel.STATE, per_caller=CHAINS_PER_CALLER)})
 
     async def _on_chain(self, caller: str, message: Message) -> Message:
         """Return the rounds after the newest of the caller's heads that is on this node's chain (the common head).
@@ -186,24 +190,28 @@ class ChainServer:
             or not all(isinstance(head, str) for head in heads)
         ):
             raise PeerError("a request for a chain has the wrong form")
-        release = await _place(self._chains)
+        reply = self._rounds_after(heads, is_light=message.header.get("light") is True)
+        if reply.blob_bytes < SHORT_BYTES:
+            return reply
+        del reply  # It is made again when there is room for it.
+        release = await _place(self._chains[self._ctx.peer_table.is_member(caller)])
         try:
-            return self._rounds_after(heads, release, is_light=message.header.get("light") is True)
+            return replace(self._rounds_after(heads, is_light=message.header.get("light") is True), release=release)
         except BaseException:
             release()
             raise
 
-    def _rounds_after(self, heads: Sequence[str], release: Callable[[], None], *, is_light: bool) -> Message:
+    def _rounds_after(self, heads: Sequence[str], *, is_light: bool) -> Message:
         tip, newest = self._ctx.chain.tip, heads[0] if heads else ""
         header = {"head": tip.head, "age_s": self._ctx.age_s, "light": False}
         amendments = {"amendments": tip.state.amendments} if tip.state.amendments else {}
         proofs = self._ctx.chain.proofs_after(newest)
         if (proofs or newest == tip.head) and not is_light:
-            return Message(header, _first(proofs), release)
+            return Message(header, _first(proofs))
         known = set(heads_of(tip.links, tip.head))
         common = next((head for head in heads if head in known), "")
         links = [link.text.encode() for link in links_after(tip.links, common)]
-        return Message(header | amendments | {"light": True}, links, release)
+        return Message(header | amendments | {"light": True}, links)
 
 
 async def _place(places: asyncio.Semaphore) -> Callable[[], None]:

@@ -212,6 +212,7 @@ class Libp2pWire:
         first_s: float | None = None,
         max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> Message:
+        began_s = self._clock()
         try:
             if peer_id == self.peer_id:
                 return await self._call_self(verb, message, timeout_s)
@@ -220,7 +221,7 @@ class Libp2pWire:
                 call = _Call(peer_id, verb, header, message.blobs, timeout_s, max_reply_bytes, first_s)
                 return await self._call_remote(call)
         except TimeoutError as exc:
-            raise timeout_error(peer_id, verb, timeout_s) from exc
+            raise timeout_error(peer_id, verb, self._clock() - began_s) from exc
         except DAEMON_ERRORS as exc:
             self._forget_connected(peer_id)
             raise PeerError(f"peer {peer_id[-6:]} is not reachable ({verb})", code="unreachable") from exc
@@ -299,13 +300,8 @@ class Libp2pWire:
         # Sending runs concurrently with reading, because a peer may refuse before it has read the whole request.
         sending = asyncio.create_task(write_message(writer, call.header, call.blobs, self.upload_limiter))
         try:
-            try:
-                limit = self.download_limiter
-                status, reply, size = await read_message(reader, lambda _: call.max_reply_bytes, limit, call.first_s)
-            except TimeoutError as exc:
-                if call.first_s is None:
-                    raise
-                raise timeout_error(call.peer_id, call.verb, call.first_s) from exc
+            limiter = self.download_limiter
+            status, reply, size = await read_message(reader, lambda _: call.max_reply_bytes, limiter, call.first_s)
             self.traffic.received_bytes[channel] += size
             if status == "ok":
                 sent_bytes = await sending
