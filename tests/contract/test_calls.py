@@ -159,6 +159,7 @@ GARBAGE = {
     "a key that is a list": msgpack.packb(["echo", {1: 2}, []]),
     "sizes below zero": msgpack.packb(["echo", {}, [-1]]),
     "sizes that are text": msgpack.packb(["echo", {}, ["1"]]),
+    "a list that is too long": b"\x93\xa4echo\x81\xa1a\xdd\x00\x00\x40\x00" + b"\xc0" * 0x4000 + b"\x90",
     "nested too deep": b"\x93\xa4echo\x81\xa1a" + b"\x91" * 1000 + b"\xc0" + b"\x90",
     "too many blobs": msgpack.packb(["echo", {}, [0] * 5000]),
     "a body of exabytes": msgpack.packb(["echo", {}, [2**60]]),

@@ -106,6 +106,7 @@ def test_malformed_udp_and_relayed_addresses_have_no_tcp_endpoint(address: str) 
 
 def test_ip_addresses_are_classified_as_loopback_private_or_wide() -> None:
     scopes = {"127.3.2.1": 0, "::1": 0, "10.1.1.1": 1, "100.64.0.1": 1, "fe80::1": 1, "fd12::1": 1}
+    scopes |= {"0.0.0.0": 0, "::": 0, "::ffff:127.0.0.1": 0, "::ffff:192.168.9.1": 1, "::ffff:203.0.113.5": 2}
     scopes |= {"11.0.0.1": 2, "203.0.113.5": 2, "2001:db8::1": 2, "172.32.0.1": 2}
     assert {ip: int(scope_of(ip_address(ip))) for ip in scopes} == scopes
 

@@ -15,12 +15,11 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils.timed_storage import get_dht_time
 
-from node.errors import SwarmError
+from node.errors import PeerError, SwarmError
 from node.host.files import write_whole
 from node.status import Channel
-from node.swarm.identity import verify
 from node.swarm.membership.gossip import Gossip
-from node.swarm.membership.peer_table import MAX_VIA, MEMBER_PHASES, PURPOSE, PeerTable, Signed
+from node.swarm.membership.peer_table import MAX_VIA, MEMBER_PHASES, PeerTable, Signed
 from node.swarm.transport.libp2p import Libp2pWire, addresses_of, read_address
 from node.swarm.transport.wire import Message, Service
 
@@ -54,6 +53,7 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
     """
 
     def __init__(self, run: str) -> None:
+        self._run = run
         self._key = DHTID.generate(dht_key(run)).to_bytes()
 
     def validate(self, record: DHTRecord) -> bool:
@@ -65,9 +65,10 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
             peer_id, signed = msgpack.unpackb(record.subkey), read_stored(msgpack.unpackb(record.value))
         except (ValueError, TypeError, msgpack.UnpackException):
             return False
-        if not isinstance(peer_id, str) or signed is None:
+        try:
+            return signed is not None and signed.open(self._run).peer_id == peer_id
+        except PeerError:
             return False
-        return verify(peer_id, PURPOSE, signed.body, signed.signature)
 
 
 def read_stored(value: bytes) -> Signed | None:

@@ -76,7 +76,10 @@ class Gossip:
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _answer(self, caller: str, request: Message) -> Message:
-        self._peer_table.merge(_unpack(request, self._peer_table.timings.dead_s))
+        records = _unpack(request, self._peer_table.timings.dead_s)
+        if len(records) > 1:
+            raise PeerError("a gossip message has the wrong form")
+        self._peer_table.merge(records)
         wanted = request.header.get("wanted")
         if wanted is None:
             return Message()

@@ -41,6 +41,8 @@ collision."""
 MAX_VIA = 3
 MAX_RECORD_BYTES = 8 * 2**10
 """Limit on the size of a record. The longest one that a node writes has about 6 kB."""
+MOST_INVALID = 8
+"""After so many invalid records, the rest of a message is not read, because checking signatures takes time."""
 MAX_ANSWER_BYTES = 4 * 2**20
 """Limit on the records of one reply, which is half of what a caller accepts."""
 MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
@@ -154,6 +156,8 @@ class PeerTable:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._evicted_until_s: dict[str, float] = {}
+        self._oldest_dead: list[str] | None = None
+        """During a merge, the dead peers, the one that has been dead for longest last; None while unknown."""
         self._started_at_s = clock()
 
     def just_resumed(self) -> bool:
@@ -185,7 +189,7 @@ class PeerTable:
 
     def merge(self, records: Iterable[Signed]) -> list[PeerRecord]:
         """Take over the records that are valid and newer than the known ones. Returns those records."""
-        newer = []
+        newer, invalid, self._oldest_dead = [], 0, None
         for signed in records:
             if self._is_old(signed):
                 continue
@@ -193,6 +197,9 @@ class PeerTable:
                 record = signed.open(self.me.run)
             except PeerError as exc:
                 logger.debug("A peer record was dropped: %s", exc)
+                invalid += 1
+                if invalid >= MOST_INVALID:
+                    break
                 continue
             if self._insert(record, signed):
                 newer.append(record)
@@ -231,10 +238,15 @@ class PeerTable:
 
     def _remove_dead(self) -> bool:
         """Remove the peer that has been dead for longest. Returns False if all peers are live."""
-        dead = [peer_id for peer_id, entry in self._entries.items() if not self._is_live(entry)]
-        if dead:
-            del self._entries[min(dead, key=lambda peer_id: self._entries[peer_id].heard_at_s)]
-        return bool(dead)
+        if self._oldest_dead is None:  # Once for each merge, because all entries are looked at.
+            dead = [peer_id for peer_id, entry in self._entries.items() if not self._is_live(entry)]
+            self._oldest_dead = sorted(dead, key=lambda peer_id: self._entries[peer_id].heard_at_s, reverse=True)
+        while self._oldest_dead:
+            peer_id = self._oldest_dead.pop()
+            if not self._is_live(self._entries[peer_id]):
+                del self._entries[peer_id]
+                return True
+        return False
 
     def records_for(self, wanted: Mapping[str, int] | None = None, caller: str = "") -> list[Signed]:
         """This node's record, followed by the recent records that a peer with these `wanted_numbers` lacks.

@@ -64,7 +64,9 @@ class Endpoint:
 
 
 def scope_of(ip: IPAddress) -> Scope:
-    if ip.is_loopback:
+    """The scope of an address. The unspecified one leads to this machine. An IPv6 address may stand for an IPv4 one."""
+    ip = ip.ipv4_mapped or ip if isinstance(ip, ipaddress.IPv6Address) else ip
+    if ip.is_loopback or ip.is_unspecified:
         return Scope.HOST
     return Scope.NETWORK if any(ip in network for network in _LOCAL_NETWORKS) else Scope.WIDE
 

@@ -6,6 +6,7 @@ They are apart, because peers of other runs must neither hold a run's peer recor
 from __future__ import annotations
 
 import logging
+import threading
 from asyncio import wait_for
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,6 +16,7 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.serializer import MSGPackSerializer
 
 from node.swarm.transport.p2pd import Daemon
 from node.swarm.transport.wire import MALFORMED_ERRORS
@@ -31,7 +33,58 @@ DIRECTORY_PREFIX = "directory::"
 """Start of the names of the directory's handlers in libp2p."""
 
 
-class _DirectoryP2P(P2P):  # type: ignore[misc]  # hivemind has no types
+MAX_NESTED = 4
+"""Limit on values in values of hivemind's serializer. A dictionary of records has one."""
+MAX_KEYS = 16
+"""Limit on the keys of one request to the DHT. Our nodes use one key for each of both DHTs."""
+MAX_REQUEST_BYTES = 2**20
+MAX_REPLY_BYTES = 2**22 - 2**12
+"""Limit on a reply, less than 4 MiB: hivemind keeps a longer one in memory for ever."""
+
+
+def limit_nesting() -> None:
+    """Let hivemind's serializer refuse deeply nested values.
+
+    It reads nested values by recursion through C, before any validator of ours. 250 of them, in 1.2 kB, overflowed the
+    stack of the process.
+    """
+    decode, state = MSGPackSerializer._decode_ext_types.__func__, threading.local()
+
+    def decode_within_limit(cls: type, type_code: int, data: bytes) -> Any:
+        depth = getattr(state, "depth", 0)
+        if depth >= MAX_NESTED:
+            raise ValueError("a value of the DHT is nested too deep")
+        state.depth = depth + 1
+        try:
+            return decode(cls, type_code, data)
+        finally:
+            state.depth = depth
+
+    MSGPackSerializer._decode_ext_types = classmethod(decode_within_limit)
+
+
+limit_nesting()
+
+
+class GuardedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
+    """Refuses requests with many keys or bytes, and replies that are too long, before hivemind handles them."""
+
+    async def add_protobuf_handler(
+        self, name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_type: Any, **kwargs: Any
+    ) -> None:
+        async def guarded(request: Any, context: Any) -> Any:
+            if len(getattr(request, "keys", ())) > MAX_KEYS or request.ByteSize() > MAX_REQUEST_BYTES:
+                raise ValueError("a request to the DHT is too long")
+            reply = await handler(request, context)
+            if reply.ByteSize() > MAX_REPLY_BYTES:
+                raise ValueError("a reply of the DHT is too long")
+            return reply
+
+        is_stream = kwargs.get("stream_input") or kwargs.get("stream_output")
+        await super().add_protobuf_handler(name, handler if is_stream else guarded, input_type, **kwargs)
+
+
+class _DirectoryP2P(GuardedP2P):
     """Gives all handlers another name, so that two DHTs can share one libp2p daemon."""
 
     async def add_protobuf_handler(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +97,7 @@ class _DirectoryP2P(P2P):  # type: ignore[misc]  # hivemind has no types
         return await super().call_protobuf_handler(peer_id, DIRECTORY_PREFIX + name, *args)
 
 
-async def attach(daemon: Daemon, p2p_class: type[P2P] = P2P) -> P2P:
+async def attach(daemon: Daemon, p2p_class: type[P2P] = GuardedP2P) -> P2P:
     """Attach hivemind to a running p2pd. Its sockets lie in this node's folder, which the next start cleans."""
     attached: Any = type(p2p_class.__name__, (p2p_class,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
     return await attached.replicate(Multiaddr(daemon.control))

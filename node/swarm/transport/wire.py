@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 2**20
 MAX_DEPTH = 8
 """Limit on the nesting of a header, because msgpack reads deeper values than Python can print or compare."""
+MAX_ITEMS = 8192
+"""Limit on the items of a list in a header."""
 MAX_BLOBS = 4096
 MAX_REPLY_BYTES = 8 * 2**20
 """Default limit on a reply's body."""
@@ -265,7 +267,7 @@ def pack_header(verb: str, message: Message) -> bytes:
 def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, dict[str, Any], list[int]]:
     """Decode a peer's header into verb, header and blob sizes. Raises PeerError for anything out of bounds."""
     try:
-        verb, header, sizes = msgpack.unpackb(data, strict_map_key=True, max_map_len=4096)
+        verb, header, sizes = msgpack.unpackb(data, strict_map_key=True, max_map_len=4096, max_array_len=MAX_ITEMS)
     except (ValueError, TypeError, msgpack.UnpackException) as exc:
         raise PeerError("a message is not readable") from exc
     if not isinstance(verb, str) or not isinstance(header, dict) or not isinstance(sizes, list):
@@ -281,4 +283,6 @@ def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, di
 
 def _is_deeper(value: object, depth: int) -> bool:
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(depth == 0 or _is_deeper(child, depth - 1) for child in children)
+    if depth == 0:
+        return bool(children)
+    return any(_is_deeper(child, depth - 1) for child in children if isinstance(child, (dict, list)))

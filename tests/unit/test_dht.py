@@ -1,0 +1,81 @@
+"""What a node takes from strangers over hivemind's DHT, before hivemind handles it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgpack
+import pytest
+
+from tests.event_loop import in_loop
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.p2p import P2P
+    from hivemind.proto import dht_pb2
+    from hivemind.utils.serializer import MSGPackSerializer
+
+    from node.swarm.transport import dht
+
+NESTED = """
+import msgpack, warnings
+warnings.simplefilter("ignore")
+from node.swarm.transport import dht
+data = msgpack.packb([])
+for _ in range(2000):
+    data = msgpack.packb(msgpack.ExtType(0x40, data))
+try:
+    dht.MSGPackSerializer.loads(data)
+except ValueError as exc:
+    print(exc)
+"""
+
+
+def test_values_that_are_nested_deep_are_refused_and_do_not_end_the_process() -> None:
+    """They overflow the stack of C code, so the test has a process of its own."""
+    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "a value of the DHT is nested too deep\n"), done.stderr
+
+
+def test_dictionaries_of_records_and_tuples_are_read_as_before() -> None:
+    value = DictionaryDHTValue()
+    value.store("peer", b"record", 10.0**12)
+    read = MSGPackSerializer.loads(MSGPackSerializer.dumps(value))
+    assert isinstance(read, DictionaryDHTValue) and read.get("peer").value == b"record"
+    assert MSGPackSerializer.loads(MSGPackSerializer.dumps((1, (2, 3)))) == (1, (2, 3))
+    with pytest.raises(ValueError, match="too deep"):
+        MSGPackSerializer.loads(MSGPackSerializer.dumps((1, (2, (3, (4, (5,)))))))
+    assert MSGPackSerializer.loads(msgpack.packb(7)) == 7, "a refusal does not count for the next value"
+
+
+@in_loop
+async def test_requests_and_replies_of_the_dht_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {}
+
+    async def add(_self: P2P, name: str, handler: Any, _input: Any, **_kwargs: Any) -> None:
+        added[name] = handler
+
+    monkeypatch.setattr(P2P, "add_protobuf_handler", add)
+    monkeypatch.setattr(P2P, "__del__", lambda _self: None)
+    size = 10
+
+    async def find(request: Any, _context: Any) -> Any:
+        return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=bytes(size)) for _ in request.keys])
+
+    await dht.GuardedP2P.add_protobuf_handler(object.__new__(dht.GuardedP2P), "find", find, dht_pb2.FindRequest)
+    reply = await added["find"](dht_pb2.FindRequest(keys=[b"k"] * dht.MAX_KEYS), None)
+    assert len(reply.results) == dht.MAX_KEYS
+    for request in (
+        dht_pb2.FindRequest(keys=[b"k"] * (dht.MAX_KEYS + 1)),
+        dht_pb2.StoreRequest(keys=[b"k"], values=[bytes(dht.MAX_REQUEST_BYTES)]),
+    ):
+        with pytest.raises(ValueError, match="request to the DHT is too long"):
+            await added["find"](request, None)
+    size = 2**18
+    with pytest.raises(ValueError, match="reply of the DHT is too long"):
+        await added["find"](dht_pb2.FindRequest(keys=[b"k"] * dht.MAX_KEYS), None)
