@@ -66,13 +66,15 @@ def test_newest_text_of_the_model_is_shown_as_plain_text(village: Scene, tab: Da
     assert shown.locator("img").count() == 0
 
 
-def test_newest_text_of_the_model_stays_while_the_node_is_paused(village: Scene, tab: Dashboard) -> None:
+def test_newest_text_of_the_model_stays_while_the_node_is_paused(village: Scene, context: BrowserContext) -> None:
+    """A paused node has no worker, so the text comes from the disk."""
     kept = [{"round": 40, "prompt": "def open_file(", "text": "kept on disk"}]
     (village.folder / "samples.json").write_text(json.dumps({"samples": kept}))
     village.show(training=TrainingInfo())
     village.enter(Phase.PAUSED)
-    tab.page.reload()
+    tab = village.open(context)
     tab.mark("answer").filter(has_text="kept on disk").wait_for()
+    tab.check()
 
 
 def test_explanation_of_a_term_appears_on_focus_and_stays_inside_a_narrow_window(tab: Dashboard) -> None:
