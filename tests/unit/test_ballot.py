@@ -18,7 +18,7 @@ def test_a_member_that_could_not_be_reached_is_doubted_only_for_a_time() -> None
     now_s = 100.0
     chain: Any = SimpleNamespace(tip=SimpleNamespace(head="aa"), store=SimpleNamespace(lowest_attempt=lambda _head: 0))
     nothing: Any = None
-    ballot = Ballot(chain, nothing, lambda: now_s)
+    ballot = Ballot(chain, nothing, lambda: now_s, can_commit=bool)
     silent: Any = SimpleNamespace(peer_id="silent", head="bb")
     false: Any = SimpleNamespace(peer_id="false", head="bb")
     ballot.add_false_claim(silent, doubt_s=30.0)
@@ -57,12 +57,12 @@ def number_after(
         for name, attempt in zip(names, (0, *attempts), strict=True)
     ]
     table: Any = SimpleNamespace(members=lambda: records, me=records[0], is_member=lambda peer: peer in names)
-    ballot = Ballot(chain, table, lambda: 0.0)
-    for later in attending:
-        ballot.attended(later, "1").joins["1"] = None  # type: ignore[assignment]
     everyone = frozenset(names)
     electorate = Electorate(frozenset(map(str, contributors)), present=everyone, members=everyone)
-    ballot.look_up(electorate, min_peers)
+    ballot = Ballot(chain, table, lambda: 0.0, lambda peers: len(peers) >= min_peers and electorate.is_quorum(peers))
+    for later in attending:
+        ballot.attended(later, "1").joins["1"] = None  # type: ignore[assignment]
+    ballot.look_up()
     return ballot.number
 
 
@@ -102,7 +102,7 @@ def test_members_that_have_not_heard_of_the_last_commit_count_as_present_for_som
 def test_only_members_wait_for_a_later_attempt() -> None:
     chain: Any = SimpleNamespace(tip=SimpleNamespace(head="aa"), store=SimpleNamespace(lowest_attempt=lambda _head: 0))
     table: Any = SimpleNamespace(is_member=lambda peer: peer == "member")
-    ballot = Ballot(chain, table, lambda: 0.0)
+    ballot = Ballot(chain, table, lambda: 0.0, can_commit=bool)
     with pytest.raises(PeerError, match="only members"):
         ballot.attended(3, "stranger")
     assert ballot.attended(0, "stranger").number == 0

@@ -26,6 +26,7 @@ NESTED = """
 import msgpack, warnings
 warnings.simplefilter("ignore")
 from node.swarm.transport import dht
+dht.limit_nesting()
 data = msgpack.packb([])
 for _ in range(2000):
     data = msgpack.packb(msgpack.ExtType(0x40, data))
@@ -43,6 +44,8 @@ def test_values_that_are_nested_deep_are_refused_and_do_not_end_the_process() ->
 
 
 def test_dictionaries_of_records_and_tuples_are_read_as_before() -> None:
+    for _ in range(2 * dht.MAX_NESTED):
+        dht.limit_nesting()  # Each of a node's two connections calls it.
     value = DictionaryDHTValue()
     value.store("peer", b"record", 10.0**12)
     read = MSGPackSerializer.loads(MSGPackSerializer.dumps(value))

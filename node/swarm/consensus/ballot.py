@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -17,7 +17,6 @@ from node.status import FAILURE_REASONS
 from node.swarm.allreduce.reducer import Reducer
 from node.swarm.chain.chain import Chain
 from node.swarm.consensus.group_closing import LATELY
-from node.swarm.consensus.quorum import Electorate
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.messages import AcceptedOutcome, Document, Join, Proof, SavedBallot
 
@@ -157,8 +156,15 @@ class Attempt:
 class Ballot:
     """One node's attempts at the next round. `clear` starts the following round."""
 
-    def __init__(self, chain: Chain, peer_table: PeerTable, clock: Callable[[], float]) -> None:
-        self._chain, self._peer_table, self._clock = chain, peer_table, clock
+    def __init__(
+        self,
+        chain: Chain,
+        peer_table: PeerTable,
+        clock: Callable[[], float],
+        can_commit: Callable[[Collection[str]], bool],
+    ) -> None:
+        """`can_commit` says whether these members are enough for a round."""
+        self._chain, self._peer_table, self._clock, self._can_commit = chain, peer_table, clock, can_commit
         self._attempts: dict[int, Attempt] = {}
         self._raised: Counter[str] = Counter()
         self.number = chain.store.lowest_attempt(chain.tip.head)
@@ -253,36 +259,22 @@ class Ballot:
             raise PeerError("this node is in another attempt", code="round_failed")
         return self.attempt(number)
 
-    def look_up(self, electorate: Electorate, min_peers: int) -> None:
-        """Go to a later attempt that other members have reached, by their records or by attending it at this node.
-
-        More than a third of the other members must have reached it. So a single one that is ahead, by mistake or on
-        purpose, does not end an attempt of four or more. If those that are not ahead cannot commit a round, the node
-        goes to the first attempt in which they can, together with all that have reached no later one.
-        """
+    def look_up(self) -> None:
+        """Go to a later attempt that other members have reached, by their records or by attending it at this node."""
         tip, me, members = self._chain.tip, self._peer_table.me.peer_id, self._peer_table.members()
-        here = [r for r in members if r.head == tip.head and r.state_digest == tip.digest and r.peer_id != me]
+        here = [r for r in members if r.head == tip.head and r.state_digest == tip.digest]
         reached = {record.peer_id: record.attempt for record in here}
         if self._clock() - tip.anchor_at_s < BEHIND_GRACE_S:
             reached |= {record.peer_id: 0 for record in members if record.round < tip.round}
         live = {record.peer_id for record in members}
-        for attempt in self._attempts.values():
-            for peer in live & attempt.joins.keys() if attempt.number > self.number else ():
+        for attempt in [one for one in self._attempts.values() if one.number > self.number]:
+            for peer in live & attempt.joins.keys():
                 reached[peer] = max(attempt.number, reached.get(peer, 0))
-        ahead = sorted((number, peer) for peer, number in reached.items() if 0 < number - self.number <= MAX_AHEAD)
-        ahead = [(number, peer) for number, peer in ahead if self._raised[peer] < MAX_RAISES]
-
-        def suffice(number: int) -> bool:
-            there = {me} | {peer for peer, other in reached.items() if other <= number}
-            return len(there) >= min_peers and electorate.is_quorum(there)
-
-        enough = most_wrong(len(members)) + 1
-        if suffice(self.number):
-            ahead = ahead[-enough:][:1] if len(ahead) >= enough else []
-        else:
-            ahead = [entry for entry in ahead if suffice(entry[0])][:1] or ahead[-1:]
-        for number, peer in ahead:
-            self._begin(number, peer)
+        reached[me] = self.number
+        may_lead_on = {peer for peer in reached if self._raised[peer] < MAX_RAISES}
+        chosen = later_attempt(self.number, reached, may_lead_on, most_wrong(len(members)), self._can_commit)
+        if chosen is not None:
+            self._begin(*chosen)
 
     def follow(self, attempt: Attempt, later: object, code: object) -> NoReturn:
         """Go to the later attempt that a leader names, at most MAX_AHEAD ahead. Always raises RoundFailed."""
@@ -374,6 +366,37 @@ class StageTimer:
         self.enter("idle")
         spent_s, self._spent_s = self._spent_s, {}
         return spent_s
+
+
+def later_attempt(
+    own: int,
+    reached: Mapping[str, int],
+    may_lead_on: Collection[str],
+    wrong: int,
+    can_commit: Callable[[Collection[str]], bool],
+) -> tuple[int, str] | None:
+    """The later attempt to which a node in attempt `own` goes, and the member that leads it on; None to stay.
+
+    More than `wrong` others must have reached that attempt. So a single member that is ahead, by mistake or on
+    purpose, does not end an attempt of four or more. If the members that are not ahead cannot commit a round, the node
+    goes to the first attempt in which they can, together with all that have reached no later one.
+
+    Args:
+        reached: the attempt of each member of this round, this node included.
+        may_lead_on: members that have not yet led this node on too often.
+        wrong: how many members may be wrong (`most_wrong`).
+        can_commit: whether these members can commit a round.
+    """
+    ahead = sorted((number, peer) for peer, number in reached.items() if own < number <= own + MAX_AHEAD)
+    ahead = [(number, peer) for number, peer in ahead if peer in may_lead_on]
+
+    def suffices(number: int) -> bool:
+        return can_commit([peer for peer, other in reached.items() if other <= number])
+
+    if suffices(own):
+        return ahead[-1 - wrong] if len(ahead) > wrong else None
+    last = ahead[-1] if ahead else None
+    return next((entry for entry in ahead if suffices(entry[0])), last)
 
 
 def most_wrong(members: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -330,6 +330,10 @@ class Context:
             members=frozenset(self.live_members()),
             is_overdue=self.is_overdue,
         )
+
+    def can_commit(self, members: Collection[str]) -> bool:
+        """Whether these members are enough for a round."""
+        return len(members) >= self.rules.closing.min_peers and self.electorate().is_quorum(members)
 
     def leader_at(self, number: int) -> str:
         """The leader of this attempt at the next round; empty without members.

@@ -114,7 +114,7 @@ class Handlers:
             attempt.votes[caller] = vote if is_valid else attempt.votes.get(caller, "")
             attempt.has_vote.set()
         if number > self.ballot.number:
-            self.ballot.look_up(self.ctx.electorate(), self.ctx.rules.closing.min_peers)
+            self.ballot.look_up()
         if attempt.leading is None and number == self.ballot.number:
             attempt.leading = self.ctx.tasks.spawn(self.leader.lead(attempt))
         return await self._held(attempt, caller, str(message.header.get("has", "")))

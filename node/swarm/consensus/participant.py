@@ -82,7 +82,7 @@ class Participant:
         self._followed = rules_after(rules, chain.tip).paused(False)
         """The rules that the parts of this node follow."""
         self.ctx = self._make_context(wire, peer_table, rules, chain, faults, states or NoStates())
-        self.ballot = Ballot(chain, peer_table, self.ctx.clock)
+        self.ballot = Ballot(chain, peer_table, self.ctx.clock, self.ctx.can_commit)
         self.stages = StageTimer(self.ctx.clock)
         self.sender = Sender(self.ctx, self.ballot)
         self.depositary = Depositary(self.ctx)

@@ -43,11 +43,14 @@ MAX_REPLY_BYTES = 2**22 - 2**12
 
 
 def limit_nesting() -> None:
-    """Let hivemind's serializer refuse deeply nested values.
+    """Let hivemind's serializer refuse deeply nested values, in this whole process.
 
     It reads nested values by recursion through C, before any validator of ours. 250 of them, in 1.2 kB, overflowed the
     stack of the process.
     """
+    if hasattr(MSGPackSerializer, "limits_nesting"):
+        return
+    MSGPackSerializer.limits_nesting = True
     decode, state = MSGPackSerializer._decode_ext_types.__func__, threading.local()
 
     def decode_within_limit(cls: type, type_code: int, data: bytes) -> Any:
@@ -61,9 +64,6 @@ def limit_nesting() -> None:
             state.depth = depth
 
     MSGPackSerializer._decode_ext_types = classmethod(decode_within_limit)
-
-
-limit_nesting()
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -99,6 +99,7 @@ class _DirectoryP2P(GuardedP2P):
 
 async def attach(daemon: Daemon, p2p_class: type[P2P] = GuardedP2P) -> P2P:
     """Attach hivemind to a running p2pd. Its sockets lie in this node's folder, which the next start cleans."""
+    limit_nesting()
     attached: Any = type(p2p_class.__name__, (p2p_class,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
     return await attached.replicate(Multiaddr(daemon.control))
 

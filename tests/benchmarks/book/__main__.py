@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.book                      all chapters
     python -m tests.benchmarks.book workers steps        these chapters
-    python -m tests.benchmarks.book --grids              the settings from which the arms were chosen
+    python -m tests.benchmarks.book --grids              settings to compare before the arms are chosen
     python -m tests.benchmarks.book --report             only writes the report again
 
 Finished cells (an arm with a seed) are kept in results/book.jsonl, so a book that was stopped goes on where it was. It

@@ -40,10 +40,10 @@ class Store:
             os.truncate(file, len(whole))
 
     def get(self, cell: Cell) -> Result | None:
-        return self._results.get(json.dumps(name(cell), sort_keys=True))
+        return self._results.get(key(cell))
 
     def put(self, cell: Cell, result: Result) -> None:
-        self._results[json.dumps(name(cell), sort_keys=True)] = result
+        self._results[key(cell)] = result
         with self.file.open("a") as file:
             file.write(json.dumps({"cell": name(cell), "result": asdict(result)}, sort_keys=True) + "\n")
             file.flush()
@@ -53,6 +53,10 @@ class Store:
 def name(cell: Cell) -> dict[str, object]:
     arm, seed = cell
     return {"setting": setting(), "seed": seed, **asdict(arm)}
+
+
+def key(cell: Cell) -> str:
+    return json.dumps(name(cell), sort_keys=True)
 
 
 def play(cell: Cell) -> Result:

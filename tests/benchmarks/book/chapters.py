@@ -682,5 +682,5 @@ GRIDS: dict[str, list[Arm]] = {
         for lr, eps in ((1e-3, 1e-8), (3e-3, 1e-8), (1e-2, 1e-8), (0.1, 0.1), (0.3, 0.1))
     ],
 }
-"""Settings that were compared, with seeds that no claim uses, before the arms of the claims were chosen."""
+"""Settings to compare, with seeds that no claim uses, before the arms of the claims are chosen."""
 GRID_SEEDS = (1000, 1001)

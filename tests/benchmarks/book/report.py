@@ -74,7 +74,7 @@ def table(findings: Sequence[Finding]) -> list[str]:
 
 def grids(store: Store) -> list[str]:
     """The losses of the settings that were compared, the means of GRID_SEEDS."""
-    rows = ["Means of two seeds that no claim uses; the arms of the claims have the best setting of each.", ""]
+    rows = ["Means of two seeds that no claim uses.", ""]
     rows += ["| what | setting | held-out loss |", "|---|---|---|"]
     for name, arms in GRIDS.items():
         for arm in arms:
