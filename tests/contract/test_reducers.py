@@ -170,7 +170,6 @@ def test_a_live_member_that_sends_to_only_some_reducers_costs_one_attempt(
 def test_a_member_that_attends_and_sends_nothing_costs_seconds_not_the_time_of_a_transfer(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one whose uplink is broken for large messages only."""
     monkeypatch.setattr("node.swarm.allreduce.incoming.START_S", 2.0)
     nodes = new_nodes(swarm, 4)
     *others, broken = nodes

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 START_S = 30.0
 """A member sends to all reducers at once, as soon as it has the plan, or its depositary does. A sender of which nothing
-is on its way for this time is not awaited: its uplink may be broken for large messages only."""
+is on its way for this time is not awaited."""
 
 
 class Incoming:
