@@ -40,8 +40,8 @@ from node.swarm.faults import Faults, damage_blobs
 from node.swarm.governance.amendment_pool import PENDING_FILE
 from node.swarm.identity import load_identity
 from node.swarm.membership.directory import (
+    MAX_COUNT,
     MAX_LISTED_ADDRESSES,
-    MOST_ROUNDS,
     Listing,
     ListingValidator,
     RunLister,
@@ -276,7 +276,7 @@ class SwarmMember:
                 manifest=manifest.decode(),
                 addresses=addresses,
                 members=len(members),
-                round=min(MOST_ROUNDS, 1 + median_low(record.round for record in members)),
+                round=min(MAX_COUNT, 1 + median_low(record.round for record in members)),
                 tokens=median_low(record.swarm_tokens for record in members),
             )
 

@@ -155,6 +155,14 @@ def test_an_invalid_peer_record_changes_nothing(table: PeerTable, what: str) -> 
     assert found is not None and found.number == 3
 
 
+def test_records_after_many_forged_ones_are_not_read_and_those_of_other_versions_do_not_count(table: PeerTable) -> None:
+    later_version = with_end(b', "new_in_version_9": 1}')
+    assert table.merge([later_version] * 50 + [signed(THIRD, 1)]) == [record(THIRD, 1)]
+    forged = sign_record(THIRD, record(YOU, 9))
+    assert table.merge([forged] * 7 + [signed(THIRD, 2)]) == [record(THIRD, 2)]
+    assert table.merge([forged] * 8 + [signed(THIRD, 3)]) == []
+
+
 def test_a_full_peer_table_keeps_its_live_peers_and_refuses_new_ones(
     clock: Clock, table: PeerTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

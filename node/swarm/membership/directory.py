@@ -52,7 +52,8 @@ MAX_READ = 1024
 """Limit on the listings that a reader looks at. If there are more, it draws this many."""
 MAX_TEXT_BYTES = 32 * 1024
 MAX_LISTED_ADDRESSES = 8
-MOST_ROUNDS = 2**63 - 1
+MAX_COUNT = 2**63 - 1
+"""The largest number of rounds or tokens in a listing."""
 MAX_INVITED, MAX_ASKED = 16, 64
 """Limits on the addresses of a run in its invite, and on those that are asked whether they belong to the run."""
 ANSWER_S = 5.0
@@ -86,9 +87,9 @@ class Listing(BaseModel):
         min_length=1, max_length=MAX_LISTED_ADDRESSES
     )
     members: int = Field(ge=1, lt=2**31)
-    round: int = Field(ge=0, le=MOST_ROUNDS)
+    round: int = Field(ge=0, le=MAX_COUNT)
     """Number of committed rounds."""
-    tokens: int = Field(ge=0, lt=2**63)
+    tokens: int = Field(ge=0, le=MAX_COUNT)
 
 
 def sign_listing(identity: Identity, listing: Listing, expires_at: int) -> bytes:

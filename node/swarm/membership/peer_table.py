@@ -41,8 +41,8 @@ collision."""
 MAX_VIA = 3
 MAX_RECORD_BYTES = 8 * 2**10
 """Limit on the size of a record. The longest one that a node writes has about 6 kB."""
-MOST_INVALID = 8
-"""After so many invalid records, the rest of a message is not read, because checking signatures takes time."""
+MOST_FORGED = 8
+"""After so many records with a wrong signature, the rest of a message is not read: checking signatures takes time."""
 MAX_ANSWER_BYTES = 4 * 2**20
 """Limit on the records of one reply, which is half of what a caller accepts."""
 MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
@@ -189,7 +189,7 @@ class PeerTable:
 
     def merge(self, records: Iterable[Signed]) -> list[PeerRecord]:
         """Take over the records that are valid and newer than the known ones. Returns those records."""
-        newer, invalid, self._oldest_dead = [], 0, None
+        newer, forged, self._oldest_dead = [], 0, None
         for signed in records:
             if self._is_old(signed):
                 continue
@@ -197,8 +197,8 @@ class PeerTable:
                 record = signed.open(self.me.run)
             except PeerError as exc:
                 logger.debug("A peer record was dropped: %s", exc)
-                invalid += 1
-                if invalid >= MOST_INVALID:
+                forged += exc.code == "bad_signature"
+                if forged >= MOST_FORGED:
                     break
                 continue
             if self._insert(record, signed):
