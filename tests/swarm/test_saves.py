@@ -106,8 +106,11 @@ def test_node_killed_in_a_long_round_keeps_the_inner_steps_of_its_newest_checkpo
 
 
 def saved_steps(node: Node) -> int:
-    """Inner steps of the round in the newest checkpoint."""
-    return int(checkpoint_meta(node.checkpoints()[0])["inner_step"]) if node.checkpoints() else 0
+    """Inner steps of the round in the newest checkpoint; 0 while there is none, or while the node replaces it."""
+    try:
+        return int(checkpoint_meta(node.checkpoints()[0])["inner_step"])
+    except (IndexError, FileNotFoundError):
+        return 0
 
 
 @pytest.mark.timeout(400)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from node.errors import PeerError
-from node.swarm.transport.connection_health import HalfOpenDetector
+from node.swarm.transport.connection_health import BACKOFF_S, FORGET_S, GrowingPauses, HalfOpenDetector
 
 
 class Calls:
@@ -81,3 +81,23 @@ def test_a_connection_survives_timeouts_of_bulk_calls_and_lasts_while_one_runs(c
     assert not calls.dropped
     calls.time_out(18.0)
     assert calls.dropped == ["peer"]
+
+
+def test_pause_before_the_next_dial_doubles_with_each_failure_and_ends_with_a_success() -> None:
+    now_s = [100.0]
+    pauses = GrowingPauses(lambda: now_s[0])
+    lengths = []
+    for _ in range(6):
+        began_s = now_s[0]
+        pauses.failed("peer")
+        while "peer" in pauses:
+            now_s[0] += 0.5
+        lengths.append(now_s[0] - began_s)
+    assert lengths == [2, 4, 8, 16, BACKOFF_S, BACKOFF_S] and "other" not in pauses
+    pauses.failed("peer")
+    pauses.succeeded("peer")
+    assert "peer" not in pauses
+    pauses.failed("peer")
+    now_s[0] += 2 * FORGET_S
+    pauses.failed("other")
+    assert list(pauses._failures) == ["other"], "old failures are forgotten"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -15,10 +16,12 @@ from tests.event_loop import in_loop
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.p2p import P2P
     from hivemind.proto import dht_pb2
     from hivemind.utils.serializer import MSGPackSerializer
+    from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
     from node.swarm.transport import dht
 
@@ -82,3 +85,35 @@ async def test_requests_and_replies_of_the_dht_are_limited(monkeypatch: pytest.M
     size = 2**18
     with pytest.raises(ValueError, match="reply of the DHT is too long"):
         await added["find"](dht_pb2.FindRequest(keys=[b"k"] * dht.MAX_KEYS), None)
+
+
+@in_loop
+async def test_a_result_that_never_expires_does_not_hide_the_records_of_other_nodes() -> None:
+    key, never, records = DHTID.generate("key"), DictionaryDHTValue(), DictionaryDHTValue()
+    records.store("peer", b"record", get_dht_time() + 60)
+    answers = {
+        "hostile": {key: (ValueWithExpiration(never, float("inf")), {"nearest": "other"})},
+        "honest": {key: (ValueWithExpiration(records, get_dht_time() + 60), {})},
+        "empty": {key: (None, {})},
+        "silent": None,
+    }
+
+    async def find(peer: str, _keys: Any) -> Any:
+        return answers[peer]
+
+    protocol = SimpleNamespace(call_find=find)
+    dht._drop_late_results(protocol)
+    assert await protocol.call_find("hostile", [key]) == {key: (None, {"nearest": "other"})}
+    for peer in ("honest", "empty", "silent"):
+        assert await protocol.call_find(peer, [key]) == answers[peer]
+
+
+def test_a_node_of_the_dht_holds_a_limited_number_of_records_under_a_key() -> None:
+    storage, key, now = dht.BoundedStorage(), DHTID.generate("key"), get_dht_time()
+    for number in range(dht.MAX_RECORDS + 5):
+        assert storage.store(key, b"record", now + 60 + number, subkey=f"peer {number}")
+    held = storage.get(key).value
+    assert len(held) == dht.MAX_RECORDS
+    assert held.get("peer 4") is None and held.get("peer 5").value == b"record", "those that expire first go first"
+    replied = MSGPackSerializer.loads(MSGPackSerializer.dumps(held))
+    assert len(replied) == dht.MAX_RECORDS

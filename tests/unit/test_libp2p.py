@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from node.errors import PeerError
+from node.swarm.identity import new_identity
 from tests.event_loop import in_loop
 
 with warnings.catch_warnings():
@@ -15,14 +17,67 @@ with warnings.catch_warnings():
     from node.swarm.transport import libp2p
 
 
+PEERS = [new_identity().peer_id for _ in range(12)]
+
+
+def make_wire(client: Any = None) -> libp2p.Libp2pWire:
+    unused: Any = None
+    p2p: Any = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: "me"))
+    return libp2p.Libp2pWire(unused, unused, p2p, client, unused, unused)
+
+
+@in_loop
+async def test_a_peer_that_does_not_answer_is_dialed_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, dialed = 0.0, []
+
+    async def peers() -> dict[str, list[str]]:
+        return {}
+
+    wire = make_wire(SimpleNamespace(peers=peers))
+    for pauses in (wire._redials, wire._not_dialed):
+        monkeypatch.setattr(pauses, "_clock", lambda: now_s)
+
+    async def dial(addresses: tuple[str, ...]) -> None:
+        dialed.append((now_s, addresses))
+        raise PeerError("no answer", code="unreachable")
+
+    monkeypatch.setattr(wire, "_dial", dial)
+    for peer in PEERS:
+        wire.learn(peer, [f"/ip4/203.0.113.5/tcp/1/p2p/{peer}"])
+    await wire.keep_connected(PEERS[:1])
+    for _ in range(119):
+        now_s += 1.0
+        await wire.keep_connected(PEERS[:1])
+    assert [at_s for at_s, _ in dialed] == [0, 2, 6, 14, 30, 60, 90]
+    dialed.clear()
+    await wire.keep_connected(PEERS[1:])
+    assert len(dialed) == libp2p.MAX_REDIALED
+    await wire.keep_connected(PEERS[1:])
+    assert len(dialed) == len(PEERS) - 1, "the others have their turn next"
+
+
+@in_loop
+async def test_addresses_that_a_wire_knows_already_are_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, parsed = make_wire(), []
+
+    def parse(peer_id: str, named: tuple[str, ...]) -> tuple[str, ...]:
+        parsed.append(peer_id)
+        return named
+
+    monkeypatch.setattr(libp2p, "addresses_of", parse)
+    wire.learn("peer", ["/ip4/203.0.113.5/tcp/1"])
+    wire.learn("peer", ("/ip4/203.0.113.5/tcp/1",))
+    assert parsed == ["peer"]
+    wire.learn("peer", ["/ip4/203.0.113.5/tcp/2"])
+    assert parsed == ["peer", "peer"]
+
+
 @in_loop
 async def test_a_wire_forgets_the_addresses_of_the_peers_that_it_has_heard_of_least_recently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(libp2p, "MOST_ADDRESSES", 3)
-    unused: Any = None
-    p2p: Any = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: "me"))
-    wire = libp2p.Libp2pWire(unused, unused, p2p, unused, unused, unused)
+    wire = make_wire()
     for number in range(3):
         wire.learn(f"peer {number}", ["/ip4/203.0.113.5/tcp/1"], inbound=number > 0)
     wire.relayed_at_s["peer 0"] = wire.relayed_at_s["peer 1"] = 5.0

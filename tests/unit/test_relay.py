@@ -289,6 +289,17 @@ async def test_full_relay_ends_an_idle_circuit_of_the_caller_with_most_circuits(
 
 
 @in_loop
+async def test_full_relay_ends_a_busy_circuit_of_a_caller_with_many_for_a_caller_with_few() -> None:
+    bench = RelayBench()
+    heavy = bench.fill(["heavy"] * 3)
+    light = bench.fill([f"peer {i}" for i in range(MAX_CIRCUITS - 3)])
+    with bench.relay._reserve("new"), pytest.raises(PeerError), bench.relay._reserve("peer 0"):
+        pass
+    assert sum(circuit.ended.is_set() for circuit in heavy) == 1
+    assert not any(circuit.ended.is_set() for circuit in light)
+
+
+@in_loop
 async def test_idle_circuit_survives_while_the_relay_has_room() -> None:
     bench = RelayBench()
     circuit = await bench.ask_and_wait()

@@ -441,7 +441,7 @@ class Reachability:
         self._answered_at_s[caller] = now_s
         targets = {version: ip for version, ip in (await self._caller_ips(caller)).items() if version in ports}
         async with self._probes:
-            resolved = await _resolve_all(announced)
+            resolved = await _resolve_all(announced, caller)
             probes = []
             for version, ip in targets.items():
                 tried = {direct_address(ip, ports[version]): ports[version]}
@@ -536,10 +536,10 @@ def _widest_scope(ips: Sequence[str]) -> Scope:
     return max((scope_of(ipaddress.ip_address(ip)) for ip in ips), default=Scope.WIDE)
 
 
-async def _resolve_all(addresses: Collection[str]) -> dict[str, frozenset[str]]:
-    """Resolve each multiaddress to its IP addresses."""
+async def _resolve_all(addresses: Collection[str], caller: str) -> dict[str, frozenset[str]]:
+    """Resolve each multiaddress that the caller has named to its IP addresses."""
     endpoints = filter(None, map(parse_endpoint, addresses))
-    found = await asyncio.gather(*(resolve(endpoint, RESOLVE_S) for endpoint in endpoints))
+    found = await asyncio.gather(*(resolve(endpoint, RESOLVE_S, caller) for endpoint in endpoints))
     return dict(zip(addresses, found, strict=True))
 
 

@@ -20,7 +20,7 @@ from node.host.files import write_whole
 from node.status import Channel
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.peer_table import MAX_VIA, MEMBER_PHASES, PeerTable, Signed
-from node.swarm.transport.libp2p import Libp2pWire, addresses_of, read_address
+from node.swarm.transport.libp2p import Libp2pWire, addresses_of, peer_of
 from node.swarm.transport.wire import Message, Service
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ GIVEN_UP_S = 600.0  # A relay that failed two checks is avoided for this time
 HOLD_S = 1.0
 RECORD_LIFE_S = 60.0
 MAX_STORED_BYTES = 4096  # Limit on one record in the DHT; most records have 1 kB
-MAX_CACHED = 64
+MAX_CACHED, MAX_GONE = 64, 16  # Addresses in the file, and places there for those of peers that are not live
+PER_PEER = 4  # Addresses of one peer in the file
 MAX_HELD = 64
 """Connections that a node without an inbound port keeps to peers with one. All other peers call it over relays."""
 
@@ -83,7 +84,11 @@ def read_stored(value: bytes) -> Signed | None:
 
 
 class AddressCache:
-    """Addresses of peers in a file, newest first. The file is read once, and written only when they change."""
+    """Addresses of peers in a file. The file is read once, and written only when they change.
+
+    The peers that are live and have been in the file for longest come first. New identities are free, so they must not
+    push out the peers that this node has known for long: MAX_GONE addresses of peers that are not live stay as well.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -97,10 +102,11 @@ class AddressCache:
                 self._addresses = self._saved = await asyncio.to_thread(self._read_file)
             return self._addresses
 
-    async def add(self, addresses: Iterable[str]) -> None:
-        await self.read()
+    async def update(self, addresses: Iterable[str]) -> None:
+        """Add addresses of the peers that are live now. At most PER_PEER of each peer are kept."""
+        known = await self.read()
         async with self._lock:
-            self._addresses = list(dict.fromkeys([*sorted(addresses), *(self._addresses or ())]))[:MAX_CACHED]
+            self._addresses = merge_addresses(known, [*addresses])
             if self._addresses != self._saved and await asyncio.to_thread(self._write_file, self._addresses):
                 self._saved = self._addresses
 
@@ -112,7 +118,7 @@ class AddressCache:
         except (OSError, ValueError, LookupError, TypeError) as exc:
             logger.warning("The file of known peers, %s, cannot be read and is ignored: %s", self._path, exc)
             return []
-        return [address for address in known if isinstance(address, str) and read_address(address)]
+        return [address for address in known if isinstance(address, str) and peer_of(address)]
 
     def _write_file(self, addresses: Sequence[str]) -> bool:
         try:
@@ -276,7 +282,7 @@ class Discovery:
         self._update_wire()
         others = [record for record in self._peer_table.live()[1:] if record.inbound]
         if addresses := [a for record in others for a in addresses_of(record.peer_id, record.addresses)]:
-            await self._cache.add(addresses)
+            await self._cache.update(addresses)
 
     def _update_wire(self) -> None:
         for record in self._peer_table.live()[1:]:
@@ -345,6 +351,18 @@ class Discovery:
 
 async def _answer(_caller: str, _message: Message) -> Message:
     return Message()
+
+
+def merge_addresses(known: Sequence[str], live: Iterable[str]) -> list[str]:
+    """Merge the addresses of live peers into those of the file, which are `known`."""
+    in_file = set(known)
+    live_of = {peer: sorted(own, key=lambda a: a not in in_file)[:PER_PEER] for peer, own in _by_peer(live).items()}
+    kept = [address for own in live_of.values() for address in own]
+    stay = sorted(in_file.intersection(kept), key=known.index)
+    new = [address for address in kept if address not in in_file]
+    gone = [address for address in known if address.rpartition("/p2p/")[2] not in live_of]
+    first = [*stay, *new][: MAX_CACHED - min(len(gone), MAX_GONE)]
+    return [*first, *gone][:MAX_CACHED]
 
 
 def _by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:

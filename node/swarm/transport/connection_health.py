@@ -18,6 +18,8 @@ MAX_TIMEOUTS = 2
 TIMER_RATIO = 0.95
 """A call that is cancelled after this share of its timeout counts as timed out."""
 BACKOFF_S = 30.0
+FORGET_S = 600.0
+"""Failures are forgotten this long after their pause."""
 
 
 class BackoffSet:
@@ -37,6 +39,27 @@ class BackoffSet:
 
     def discard(self, peer_id: str) -> None:
         self._until_s.pop(peer_id, None)
+
+
+class GrowingPauses:
+    """Peers that are not dialed again yet. The pause doubles with each failed dial in a row, up to BACKOFF_S."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._failures: dict[str, tuple[int, float]] = {}
+        """For each peer: the number of failures in a row, and the end of the pause."""
+
+    def __contains__(self, peer_id: str) -> bool:
+        return self._failures.get(peer_id, (0, 0.0))[1] > self._clock()
+
+    def failed(self, peer_id: str) -> None:
+        now_s = self._clock()
+        self._failures = {p: known for p, known in self._failures.items() if now_s - known[1] < FORGET_S}
+        count = self._failures.get(peer_id, (0, 0.0))[0] + 1
+        self._failures[peer_id] = count, now_s + min(BACKOFF_S, 2.0 ** min(count, 10))
+
+    def succeeded(self, peer_id: str) -> None:
+        self._failures.pop(peer_id, None)
 
 
 class HalfOpenDetector:

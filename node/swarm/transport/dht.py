@@ -8,16 +8,21 @@ from __future__ import annotations
 import logging
 import threading
 from asyncio import wait_for
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
+from hivemind.utils.timed_storage import get_dht_time
 
+from node.swarm.transport.control import close_failed_requests, log_task_errors
 from node.swarm.transport.p2pd import Daemon
 from node.swarm.transport.wire import MALFORMED_ERRORS
 
@@ -38,8 +43,12 @@ MAX_NESTED = 4
 MAX_KEYS = 16
 """Limit on the keys of one request to the DHT. Our nodes use one key for each of both DHTs."""
 MAX_REQUEST_BYTES = 2**20
-MAX_REPLY_BYTES = 2**22 - 2**12
-"""Limit on a reply, less than 4 MiB: hivemind keeps a longer one in memory for ever."""
+MAX_REPLY_BYTES = 2**21
+"""Limit on a reply, in both directions. hivemind keeps a reply of 4 MiB or more in memory for ever."""
+MAX_RECORDS = 256
+"""Limit on the records under one key. A reply with all of them, 4 kB each, is shorter than MAX_REPLY_BYTES."""
+MAX_LIFE_S = 300.0
+"""No record in either DHT expires later than this from now."""
 
 
 def limit_nesting() -> None:
@@ -83,6 +92,12 @@ class GuardedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
         is_stream = kwargs.get("stream_input") or kwargs.get("stream_output")
         await super().add_protobuf_handler(name, handler if is_stream else guarded, input_type, **kwargs)
 
+    async def call_protobuf_handler(self, peer_id: PeerID, name: str, *args: Any) -> Any:
+        reply = await super().call_protobuf_handler(peer_id, name, *args)
+        if reply.ByteSize() > MAX_REPLY_BYTES:
+            raise ValueError("a reply of the DHT is too long")
+        return reply
+
 
 class _DirectoryP2P(GuardedP2P):
     """Gives all handlers another name, so that two DHTs can share one libp2p daemon."""
@@ -101,15 +116,20 @@ async def attach(daemon: Daemon, p2p_class: type[P2P] = GuardedP2P) -> P2P:
     """Attach hivemind to a running p2pd. Its sockets lie in this node's folder, which the next start cleans."""
     limit_nesting()
     attached: Any = type(p2p_class.__name__, (p2p_class,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
-    return await attached.replicate(Multiaddr(daemon.control))
+    p2p = await attached.replicate(Multiaddr(daemon.control))
+    close_failed_requests(p2p._client)
+    return p2p
 
 
-def log_task_errors(client: Any) -> None:
-    """Retrieve the errors of hivemind's tasks on a control connection. These tasks fail when p2pd has ended."""
-    control = getattr(client, "control", None)
-    for task in (getattr(control, "_read_task", None), getattr(control, "_write_task", None)):
-        if task is not None and task.done() and not task.cancelled():
-            logger.debug("libp2p's daemon is gone: %r", task.exception())
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
+    """Holds at most MAX_RECORDS under each key. The record that expires first makes room for another."""
+
+    def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        is_stored = super().store_subkey(key, subkey, value, expiration_time)
+        if (held := self.get(key)) is not None and isinstance(held.value, DictionaryDHTValue):
+            held.value.maxsize = MAX_RECORDS
+            held.value._remove_outdated()
+        return bool(is_stored)
 
 
 class Dht:
@@ -151,12 +171,40 @@ class Dht:
             return None
 
 
+async def open_run_dht(p2p: P2P, validator: RecordValidatorBase) -> Dht:
+    """Join the DHT of a run. The caller closes `p2p`."""
+    return Dht(await _create_node(p2p, validator))
+
+
 async def open_directory(daemon: Daemon, validator: RecordValidatorBase, *, is_reader: bool) -> Dht:
     """Join the DHT of the directory. A reader stores nothing for others."""
     p2p = await attach(daemon, _DirectoryP2P)
-    # Without caches, the validator sees every value that this node holds.
+    return Dht(await _create_node(p2p, validator, client_mode=is_reader, num_replicas=DIRECTORY_REPLICAS), p2p)
+
+
+async def _create_node(p2p: P2P, validator: RecordValidatorBase, **options: Any) -> DHTNode:
+    """Create hivemind's node, without caches, so that the validator and the limits see every value that it holds."""
     caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}
-    node = await DHTNode.create(
-        p2p=p2p, record_validator=validator, client_mode=is_reader, num_replicas=DIRECTORY_REPLICAS, **caches
-    )
-    return Dht(node, p2p)
+    node = await DHTNode.create(p2p=p2p, record_validator=validator, **caches, **options)
+    node.protocol.storage, node.protocol.cache = BoundedStorage(), BoundedStorage()
+    _drop_late_results(node.protocol)
+    return node
+
+
+def _drop_late_results(protocol: DHTProtocol) -> None:
+    """Let searches drop a result that expires later than MAX_LIFE_S from now.
+
+    A search prefers the result that expires last. One node could hide all records of a key by an empty dictionary that
+    never expires, because hivemind only checks the values in a dictionary.
+    """
+    find = protocol.call_find
+
+    async def find_valid(peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, Any]] | None:
+        found = await find(peer, keys)
+        latest = get_dht_time() + MAX_LIFE_S
+        return found and {
+            key: (value if value is None or value.expiration_time <= latest else None, nearest)
+            for key, (value, nearest) in found.items()
+        }
+
+    protocol.call_find = find_valid

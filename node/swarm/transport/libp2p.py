@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from hivemind.dht.node import DHTNode
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.utils.multiaddr import Multiaddr
 
 from node.errors import PeerError, SwarmError
@@ -35,8 +33,9 @@ from node.swarm.transport.address_scope import (
     select_addresses,
     with_peer,
 )
-from node.swarm.transport.connection_health import BackoffSet, HalfOpenDetector
-from node.swarm.transport.dht import DAEMON_ERRORS, Dht, attach, log_task_errors, open_directory
+from node.swarm.transport.connection_health import BackoffSet, GrowingPauses, HalfOpenDetector
+from node.swarm.transport.control import ControlClient, log_task_errors
+from node.swarm.transport.dht import DAEMON_ERRORS, Dht, attach, open_directory, open_run_dht
 from node.swarm.transport.dialing import find_listener
 from node.swarm.transport.encrypted_stream import DecryptionFailed, EncryptedStream, Handshake
 from node.swarm.transport.framing import Reader, Writer, linger, read_message, write_message
@@ -79,6 +78,8 @@ SMALL_BYTES, SMALL_S = 64 * 1024, 10.0
 """A call with a longer body or a longer timeout counts as bulk. It carries bulk data, or waits for other work."""
 MOST_ADDRESSES = 8000
 """Limit on the peers whose addresses are kept: twice the peers in the table (`peer_table.MAX_KNOWN`)."""
+MAX_REDIALED = 8
+"""Limit on the peers that `keep_connected` dials at once."""
 STREAMS_PER_CALLER = 64
 """Limit on the open streams of one caller, because each stream holds a header in memory."""
 
@@ -87,60 +88,31 @@ class _Unconnected(PeerError):
     """There is no connection to the peer, and none can be opened."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    named: tuple[str, ...]
+    """The addresses in a peer's record."""
+    valid: tuple[str, ...]
+    """Those that can be dialed."""
+
+
 class _NoCircuit(PeerError):
     """A relay cannot reach the peer. `code` is the relay's own code if it gave one."""
 
 
 @lru_cache(maxsize=2**14)
-def read_address(address: str) -> tuple[str, Multiaddr] | None:
-    """Split a multiaddress from a peer into the peer id and the address to dial. Returns None if it is not valid.
-
-    The result is cached, because gossip repeats addresses.
-    """
-    target, _, peer_id = address.rpartition("/p2p/")
+def peer_of(address: str) -> str:
+    """The peer id at the end of a TCP multiaddress; empty if the address is not valid or cannot be dialed."""
+    peer_id = address.rpartition("/p2p/")[2] if parse_endpoint(address) else ""
     try:
-        if not peer_id or PeerID.from_base58(peer_id).to_base58() != peer_id:
-            return None
-        return peer_id, Multiaddr(target)
-    except (ValueError, LookupError):
-        return None
+        return peer_id if peer_id and PeerID.from_base58(peer_id).to_base58() == peer_id else ""
+    except ValueError:
+        return ""
 
 
 def addresses_of(peer_id: str, addresses: Iterable[str]) -> tuple[str, ...]:
     """Keep the valid addresses that end in this peer's id. A signed record may list anything."""
-    return tuple(address for address in addresses if (found := read_address(address)) and found[0] == peer_id)
-
-
-class ControlClient:
-    """A client of p2pd's control socket. Methods raise one of DAEMON_ERRORS, or ValueError for an invalid peer id."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    @classmethod
-    async def open(cls, daemon: Daemon) -> ControlClient:
-        return cls(await Client.create(Multiaddr(daemon.control), Multiaddr(daemon.client_address())))
-
-    async def connect(self, peer_id: str, addresses: Iterable[Multiaddr]) -> None:
-        await self._client.connect(PeerID.from_base58(peer_id), addresses)
-
-    async def disconnect(self, peer_id: str) -> None:
-        await self._client.disconnect(PeerID.from_base58(peer_id))
-
-    async def listen_addresses(self) -> list[str]:
-        _, addresses = await self._client.identify()  # P2P's own method fails if there is none
-        return list(map(str, addresses))
-
-    async def peers(self) -> dict[str, list[str]]:
-        """The multiaddresses at which this node sees each connected peer."""
-        peers: dict[str, list[str]] = {}
-        for info in await self._client.list_peers():
-            peers.setdefault(info.peer_id.to_base58(), []).extend(map(str, info.addrs))
-        return peers
-
-    def close(self) -> None:
-        log_task_errors(self._client)
-        self._client.close()
+    return tuple(address for address in addresses if peer_of(address) == peer_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +156,15 @@ class Libp2pWire:
         self.relayed_at_s: dict[str, float] = {}
         """When each peer was last called over a relay."""
         self._services: dict[str, Service] = {}
-        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._addresses: dict[str, _Addresses] = {}
         self._connected: tuple[set[str], float] = (set(), 0.0)
         """A cache of the connected peers, and the time at which it expires."""
         self._closed_to_dials: set[str] = set()
         """Peers without an inbound port, which are called over a connection that they have opened."""
         self._not_dialed, self._bad_relays = BackoffSet(self._clock), BackoffSet(self._clock)
         """Peers that are called over their relays without a dial, because a dial failed; and relays to try last."""
+        self._redials = GrowingPauses(self._clock)
+        """Pauses of `keep_connected` before the next dial of a peer."""
         self._half_open = HalfOpenDetector(self._clock, self._drop_soon)
         self._drops: set[asyncio.Task[None]] = set()
         self._call_limiter = CallLimiter()
@@ -460,8 +434,10 @@ class Libp2pWire:
 
     def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
         """Remember a peer's addresses, to dial them when it is not connected. `inbound`: whether it can be dialed."""
-        self._addresses.pop(peer_id, None)
-        self._addresses[peer_id] = addresses_of(peer_id, addresses)
+        known, named = self._addresses.pop(peer_id, None), tuple(addresses)
+        if known is None or known.named != named:  # Parsing all addresses of a large swarm each second takes too long.
+            known = _Addresses(named, addresses_of(peer_id, named))
+        self._addresses[peer_id] = known
         (self._closed_to_dials.discard if inbound else self._closed_to_dials.add)(peer_id)
         while len(self._addresses) > MOST_ADDRESSES:  # The live peers are learned again and again, so they come last.
             gone = next(iter(self._addresses))
@@ -485,7 +461,7 @@ class Libp2pWire:
         if peer_id not in self._addresses:
             return
         try:
-            await self._dial(self._addresses[peer_id])
+            await self._dial(self._addresses[peer_id].valid)
         except PeerError as exc:
             raise _Unconnected(str(exc), code=exc.code) from exc
 
@@ -507,32 +483,25 @@ class Libp2pWire:
 
         With `look`, do not dial if the peer is connected.
         """
-        read = {address: found for address in addresses if (found := read_address(address)) is not None}
-        if not read:
+        peers = {address: peer_id for address in addresses if (peer_id := peer_of(address))}
+        if not peers:
             reason = f"{printable(addresses[0], 100)} is no peer's address" if addresses else "the peer has no address"
             raise PeerError(reason, code="unreachable")
-        peer_id = next(iter(read.values()))[0]
-        dialed, skipped = select_addresses(list(read), self.local_addresses)
+        peer_id = next(iter(peers.values()))
+        dialed, skipped = select_addresses(list(peers), self.local_addresses)
         failure = PeerError(f"no answer at {printable(describe_dial(dialed, skipped), 300)}", code="unreachable")
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if look and peer_id in await self._refresh_connected():
                     return peer_id
-                targets = await self._dial_targets(peer_id, dialed)
-                if not targets:
+                endpoints = [endpoint for endpoint in map(parse_endpoint, dialed) if endpoint is not None]
+                listener = await find_listener(endpoints, CONNECT_TIMEOUT_S, peer_id)
+                if listener is None:
                     raise failure
-                await self._client.connect(peer_id, targets)
+                await self._client.connect(peer_id, [Multiaddr(listener.address)])
         except (*DAEMON_ERRORS, ValueError) as exc:
             raise failure from exc
         return peer_id
-
-    async def _dial_targets(self, peer_id: str, addresses: Sequence[str]) -> list[Multiaddr]:
-        """The addresses that libp2p gets: a TCP address at which the peer answers, and all that are not TCP."""
-        endpoints = {address: parse_endpoint(address) for address in addresses}
-        others = [found[1] for a, endpoint in endpoints.items() if endpoint is None and (found := read_address(a))]
-        timeout_s = CONNECT_TIMEOUT_S / 2 if others else CONNECT_TIMEOUT_S
-        listener = await find_listener([e for e in endpoints.values() if e is not None], timeout_s, peer_id)
-        return others if listener is None else [Multiaddr(listener.address), *others]
 
     async def connect_quic(self, peer_id: str, ip: str, port: int) -> None:
         """Connect to a peer over UDP, from the port on which this node listens. Raises PeerError."""
@@ -567,10 +536,16 @@ class Libp2pWire:
         try:
             connected = await self._refresh_connected()
             missing = [peer_id for peer_id in peer_ids if peer_id not in connected and peer_id in self._addresses]
+            missing = [peer_id for peer_id in missing if peer_id not in self._redials][:MAX_REDIALED]
             if not missing:
                 return connected
-            for error in await asyncio.gather(*map(self._ensure_connected, missing), return_exceptions=True):
-                if error is not None and not isinstance(error, (PeerError, *DAEMON_ERRORS)):
+            errors = await asyncio.gather(*map(self._ensure_connected, missing), return_exceptions=True)
+            for peer_id, error in zip(missing, errors, strict=True):
+                if error is None:
+                    self._redials.succeeded(peer_id)
+                elif isinstance(error, (PeerError, *DAEMON_ERRORS)):
+                    self._redials.failed(peer_id)
+                else:
                     raise error
             return await self._refresh_connected()
         except DAEMON_ERRORS as exc:
@@ -631,7 +606,7 @@ async def open_wire(
     try:
         p2p = await attach(daemon)
         client = await ControlClient.open(daemon)
-        dht = Dht(await DHTNode.create(p2p=p2p, record_validator=validator))
+        dht = await open_run_dht(p2p, validator)
         directory = await open_directory(daemon, listings, is_reader=is_reader)
         wire = Libp2pWire(daemon, load_identity(options.identity_file), p2p, client, dht, directory)
         wire.listen_addresses = options.listen if options.quic_listen else ()

@@ -170,7 +170,7 @@ class Relay:
     @contextmanager
     def _reserve(self, caller: str) -> Iterator[_Circuit]:
         """Count a circuit while it is open. Raises PeerError if there is no room for it."""
-        if self.count(caller) >= PER_CALLER or (len(self._circuits) >= MAX_CIRCUITS and not self._make_room()):
+        if self.count(caller) >= PER_CALLER or (len(self._circuits) >= MAX_CIRCUITS and not self._make_room(caller)):
             raise PeerError("this relay carries as much as it can", code="busy")
         circuit = _Circuit(caller, self._clock(), asyncio.Event())
         self._circuits.add(circuit)
@@ -183,14 +183,17 @@ class Relay:
         """The number of circuits of this caller."""
         return sum(circuit.caller == caller for circuit in self._circuits)
 
-    def _make_room(self) -> bool:
-        """End an idle circuit, preferring the caller with the most circuits. Returns False if none is idle."""
-        now_s = self._clock()
+    def _make_room(self, caller: str) -> bool:
+        """End an idle circuit, or one of a caller that has at least two more than `caller`. Returns False if none is.
+
+        Callers with many circuits come first, so a few callers cannot keep all places for themselves.
+        """
+        now_s, counts = self._clock(), Counter(circuit.caller for circuit in self._circuits)
         idle = [circuit for circuit in self._circuits if now_s - circuit.moved_at_s >= IDLE_S]
-        if not idle:
+        candidates = idle or [one for one in self._circuits if counts[one.caller] >= counts[caller] + 2]
+        if not candidates:
             return False
-        counts = Counter(circuit.caller for circuit in self._circuits)
-        victim = min(idle, key=lambda circuit: (-counts[circuit.caller], circuit.moved_at_s))
+        victim = min(candidates, key=lambda circuit: (-counts[circuit.caller], circuit.moved_at_s))
         victim.ended.set()
         self._circuits.discard(victim)
         return True

@@ -1,0 +1,58 @@
+"""Connections to p2pd that requests leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from node.swarm.identity import load_identity, new_identity
+from tests.event_loop import in_loop
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from hivemind.p2p import PeerID
+
+    from node.swarm.transport.control import ControlClient
+    from node.swarm.transport.dht import DAEMON_ERRORS, attach
+    from node.swarm.transport.p2pd import DaemonOptions, start_daemon
+
+
+def open_sockets() -> int:
+    return len(psutil.Process().net_connections("unix"))
+
+
+@pytest.mark.timeout(60)
+@in_loop
+async def test_failed_and_cancelled_requests_close_their_connection_to_p2pd(tmp_path: Path) -> None:
+    load_identity(tmp_path / "identity.key")
+    daemon = await start_daemon(DaemonOptions(tmp_path / "identity.key", ["/ip4/127.0.0.1/tcp/0"]))
+    p2p: Any = await attach(daemon)
+    client = await ControlClient.open(daemon)
+    stranger = new_identity().peer_id
+    gc.collect()
+    gc.disable()  # The collector would close what hivemind has left open.
+    try:
+        before = open_sockets()
+        for _ in range(5):
+            with pytest.raises(DAEMON_ERRORS):
+                await p2p.call_binary_stream_handler(PeerID.from_base58(stranger), "/nothing")
+            with pytest.raises(DAEMON_ERRORS):
+                await client.connect(stranger, [])
+            asking = asyncio.create_task(client.peers())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        assert open_sockets() == before
+    finally:
+        gc.enable()
+        client.close()
+        await p2p.shutdown()
+        await daemon.stop()
