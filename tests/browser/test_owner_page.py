@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import BrowserContext
 
 from node.status import PauseInfo, Phase, Sample, TrainingInfo
-from tests.browser.harness import NARROW, WIDE, Dashboard
+from tests.browser.harness import NARROW, RESULTS, WIDE, Dashboard
 from tests.browser.scene import MONTH, Scene, peer, scene
 from tests.swarm.harness import Node, wait_for
 
@@ -52,6 +52,33 @@ def test_run_card_shows_purpose_progress_and_the_share_of_this_node(tab: Dashboa
     assert facts["Streak"].split("\n")[:1] == ["12"]
     assert card.get_by_role("progressbar").get_attribute("aria-valuenow") == "8.4"
     assert "Share, rank and streak count up to round 41." in told
+
+
+def test_owner_who_was_away_sees_what_the_machine_has_done_since(village: Scene, context: BrowserContext) -> None:
+    tab = village.open(context)
+    tab.button("Leave").wait_for()
+    assert "Your credit stays." in tab.page.locator(".order-notes").inner_text()
+    tab.page.wait_for_function("localStorage.getItem('diloco-visit') !== null")
+    assert tab.mark("away").count() == 0, "nobody was away yet"
+    stored = json.loads(tab.page.evaluate("localStorage.getItem('diloco-visit')"))
+    stored |= {
+        "at": stored["at"] - 9 * 3_600_000,
+        "tokens": stored["tokens"] - 1_200_000,
+        "rounds": stored["rounds"] - 3,
+    }
+    stored["merged"] -= 1_100_000
+    tab.page.evaluate("text => localStorage.setItem('diloco-visit', text)", json.dumps(stored))
+    tab.page.reload()
+    tab.mark("away").wait_for()
+    assert tab.mark("away").inner_text().replace("\u202f", " ") == (
+        "Since your last visit 9 h ago, this machine has trained on 1.20 M tokens in 3 rounds with others, "
+        "and 1.10 M tokens were merged into the model."
+    )
+    tab.page.screenshot(path=str(RESULTS / "away.png"), full_page=True)
+    tab.page.set_viewport_size(NARROW)
+    assert tab.overflow_px() <= 0
+    tab.page.screenshot(path=str(RESULTS / "away-narrow.png"), full_page=True)
+    tab.check()
 
 
 def test_newest_text_of_the_model_is_shown_as_plain_text(village: Scene, tab: Dashboard) -> None:

@@ -213,6 +213,12 @@ function Actions({ status }: { status: Status }) {
           Leave
         </button>
       )}
+      {(can.pause || can.leave) && (
+        <p class="quiet order-notes" id="order-notes">
+          {can.pause && "Pause frees the device within seconds; Resume continues. "}
+          {can.leave && "Leave stops this node; it can be started again. Your credit stays."}
+        </p>
+      )}
     </div>
   );
 }

@@ -3,9 +3,10 @@
 import { useState } from "preact/hooks";
 import type { Status } from "../api/schema";
 import { Fact, Prose, Section } from "../components/text";
-import { bytes, count, hours, many, NONE, percent } from "../format/format";
+import { brief, bytes, count, hours, many, NONE, percent } from "../format/format";
 import { company, isOutside, isRelay, reach } from "../format/status-text";
 import { link, OFFLINE, stale, status } from "../state/store";
+import { lastVisit, visitOf, workSince } from "../state/visits";
 import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./chart-specs";
 import { Amendments } from "./amendments";
 import { Charts } from "./charts";
@@ -61,6 +62,7 @@ function ContributionSection({ status }: { status: Status }) {
   const share = contribution.rounds_attempted ? contribution.rounds_joined / contribution.rounds_attempted : null;
   return (
     <Section title="Contributed" id="given">
+      <WhileAway status={status} />
       <dl class="ledger">
         <Fact label="Tokens" note={tokensNote(contribution)}>
           {count(contribution.tokens_total)}
@@ -77,6 +79,20 @@ function ContributionSection({ status }: { status: Status }) {
         {!!contribution.bytes_relayed && <Fact label="Relayed">{bytes(contribution.bytes_relayed)}</Fact>}
       </dl>
     </Section>
+  );
+}
+
+/** What this machine did while its owner did not look. */
+function WhileAway({ status }: { status: Status }) {
+  if (!lastVisit.value) return null;
+  const { seconds, tokens, merged, rounds } = workSince(lastVisit.value, visitOf(status, Date.now()));
+  const work = tokens
+    ? `this machine has trained on ${many(tokens, "token")} in ${many(rounds, "round")} with others, and ${many(merged, "token")} were merged into the model`
+    : "this machine has not trained";
+  return (
+    <p class="away" data-testid="away">
+      Since your last visit {brief(seconds)} ago, {work}.
+    </p>
   );
 }
 
