@@ -37,7 +37,7 @@ FILES = (
     "pyarrow/libarrow_s3*",
     "pyarrow/_s3fs*",
 )
-MODELS_KEPT = ("auto", "llama")
+MODELS_KEPT = ("auto", "llama", "mistral", "qwen2", "qwen3")
 """Models of `transformers` whose code is kept. Of the others, a node needs the tokenizer and the configuration only."""
 MODEL_FILES_KEPT = ("__init__.py", "configuration_*.py", "tokenization_*.py")
 STRIPPED = ("torch/lib/libtorch*.so",)

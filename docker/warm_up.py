@@ -25,11 +25,15 @@ MODULES = (
 DATASETS = ("datasets", "datasets.packaged_modules.json.json", "datasets.packaged_modules.parquet.parquet")
 
 
-def train_one_step() -> None:
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def train_one_step(model_type: str) -> None:
     """Train a tiny model by one step, and generate from it."""
     config = transformers.AutoConfig.for_model(
-        "llama", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=16
-    )
+        model_type, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=16, vocab_size=16,
+    )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -40,4 +44,5 @@ def train_one_step() -> None:
 if __name__ == "__main__":
     for name in (*MODULES, *DATASETS):
         importlib.import_module(name)
-    train_one_step()
+    for model_type in MODEL_TYPES:
+        train_one_step(model_type)

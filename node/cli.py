@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import getpass
 import json
 import os
 import re
@@ -318,7 +319,7 @@ def _add_owner_command(add: Callable[[str, Callable[[Call], int], str], Parser])
     command.add_argument(
         "action", metavar="ACTION", nargs="?", choices=OWNER_ACTIONS, default="show", help=", ".join(OWNER_ACTIONS)
     )
-    command.add_argument("value", metavar="VALUE", nargs="?", help="the name (set) or the token (join)")
+    command.add_argument("value", metavar="VALUE", nargs="?", help="the name (set) or the token (join; asked for if left out)")
     command.add_argument("--team", metavar="TEAM", help='with set: your team; "" for none')
     command.add_argument("--new", action="store_true", help="with token: make a new one, which ends the old one")
 
@@ -744,8 +745,8 @@ def _owner(call: Call) -> int:
     from node.commands import owner
 
     args, folder = call.args, call.data_dir
-    if args.action == "join" and args.value is None:
-        raise UsageError("Paste the token: `diloco-node owner join TOKEN`. The owner's first machine prints it.")
+    if args.action == "join" and args.value in (None, "-"):
+        args.value = _read_secret("Token of the owner's first machine: ")
     if args.action not in ("set", "join") and args.value is not None:
         raise UsageError(f"`owner {args.action}` takes no further word: see `diloco-node owner --help`.")
     if (args.team is not None and args.action != "set") or (args.new and args.action != "token"):
@@ -759,6 +760,14 @@ def _owner(call: Call) -> int:
     }
     print(actions[args.action]())
     return 0
+
+
+def _read_secret(prompt: str) -> str:
+    """Read one line from the terminal without showing it, or from stdin. Raises UsageError if there is none."""
+    secret = (getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline()).strip()
+    if not secret:
+        raise UsageError("Paste the token that the owner's first machine prints with `diloco-node owner token`.")
+    return secret
 
 
 def _steer(call: Call) -> int:

@@ -159,7 +159,7 @@ class RunInfo(Value):
     round: int = -1
     """The last committed round; -1 before the first."""
     swarm_round: int = -1
-    """The highest committed round that any live peer claims."""
+    """The newest committed round that more than half of the live members claim, or `round` if that is newer."""
     swarm_tokens: int = 0
     total_tokens: int = 0
     """The number of swarm tokens at which the run is complete; 0 until the manifest is known."""

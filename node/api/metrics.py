@@ -275,7 +275,7 @@ def _node_gauges(view: View) -> Iterator[Metric]:
 def _swarm_gauges(view: View) -> Iterator[Metric]:
     status, run, last = view.status, view.status.run, view.status.sync.last
     yield _gauge("local_round", "Last round that this node committed; -1 before the first.", run.round)
-    yield _gauge("swarm_round", "Highest committed round that a live peer claims.", run.swarm_round)
+    yield _gauge("swarm_round", "Highest committed round that most live members claim.", run.swarm_round)
     tokens = run.swarm_tokens if run.swarm_tokens or run.state_digest else None
     yield _gauge("swarm_tokens", "Tokens of the whole swarm in committed rounds; NaN while unknown.", tokens)
     transports = [row.transport for row in view.swarm if not row.this_node]

@@ -108,12 +108,12 @@ def draft(
     info = governance(client)
     if info.mode == "fixed":
         raise UsageError("Nobody may amend this run: its founder chose run.governance = fixed.")
-    last = max(info.round, int(client.status()["run"]["swarm_round"]))
+    last = max(info.round, int(client.status()["run"]["swarm_round"]))  # Most members claim it, so it may be false.
     # No round of a paused run follows by itself, so a change applies from the next one on.
     usual = last + (LEAST_AHEAD if info.is_paused else USUAL_AHEAD)
     from_round = usual if from_round is None else from_round
-    if from_round < last + LEAST_AHEAD:
-        raise UsageError(f"--from-round {from_round} is too early: the first round to change is {last + LEAST_AHEAD}.")
+    if from_round < (first := info.round + LEAST_AHEAD):
+        raise UsageError(f"--from-round {from_round} is too early: the first round to change is {first}.")
     known = {one.number: one for one in info.amendments}
     if replaces is not None:
         old = known.get(replaces)
@@ -173,14 +173,17 @@ def sign_file(path: Path, identity: Identity) -> str:
     """Add a signature to a file. Returns what was signed."""
     signed, amendment = read(path)
     write(path, add_signature(identity, signed))
-    return f"Signed amendment {amendment.number}: {amendment.describe()}, from round {amendment.from_round}."
+    what = f"{amendment.number}: {amendment.describe()}, from round {amendment.from_round}"
+    return f"Signed amendment {what}, with the key {identity.peer_id}."
 
 
 def submit(client: Client, signed: SignedAmendment, sleep: Callable[[float], None] = time.sleep) -> str:
     """Submit an amendment, and wait until the node has checked it. Returns a sentence. Raises UsageError if refused."""
-    digest = hashlib.sha256(signed.text.encode()).hexdigest()
-    before = len([one for one in governance(client).refused if one.digest == digest])
-    client.submit_amendment(signed.model_dump())
+    digest, info = hashlib.sha256(signed.text.encode()).hexdigest(), governance(client)
+    before = len([one for one in info.refused if one.digest == digest])
+    # A signature of another key would spoil those of the run's keys.
+    of_keys = {key: signature for key, signature in signed.signatures.items() if key in info.keys}
+    client.submit_amendment(signed.model_copy(update={"signatures": of_keys}).model_dump())
     for _ in range(round(WAIT_S / LOOK_S)):
         info = governance(client)
         for one in info.amendments:

@@ -109,7 +109,7 @@ def install(source: ReleaseSource, release: Release, run: Callable[[Sequence[str
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
         wheel = Path(folder, release.wheel)
         wheel.write_bytes(data)
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--upgrade", str(wheel)]
+        command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "install", "--upgrade", str(wheel)]
         if run(command):
             raise MachineError("pip could not install the new version: see its message above. The old one stays.")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ from node.errors import ConfigError
 DEFAULT = "default"
 """The origin of a default value."""
 ENV_PREFIX = "DILOCO_"
+_LINK = re.compile(
+    r"DILOCO(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""Variables of a service that Kubernetes or Docker adds to a container. No setting has such a name."""
 OTHER_VARIABLES = frozenset({"DILOCO_FAULTS", "DILOCO_JOIN"})
 """Variables that are not settings: the fault plan of tests, and the value of --join."""
 PRESET_KEY = "run.preset"
@@ -224,14 +229,18 @@ def _from_file(path: Path) -> Iterator[Setting]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[Setting]:
-    """Every variable DILOCO_SECTION__KEY is a setting."""
+    """Every variable DILOCO_SECTION__KEY is a setting.
+
+    Kubernetes and Docker add variables of the services whose names begin with `diloco`, which are ignored.
+    """
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES:
             key = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
             setting = Setting(key, environ[variable], "environment variable", variable)
-            if key not in known_keys():
+            if key in known_keys():
+                yield setting
+            elif not _LINK.fullmatch(variable) or (variable.endswith("_PORT") and "://" not in setting.value):
                 raise _unknown_key(setting)
-            yield setting
 
 
 def _from_flags(flags: Sequence[str]) -> Iterator[Setting]:

@@ -53,7 +53,8 @@ from node.worker_protocol import FoundFrom
 
 logger = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, "-m", "node.worker")
+WORKER_COMMAND = (sys.executable, "-P", "-m", "node.worker")
+"""-P: no module comes from the working folder, which may be that of another user."""
 SERVER_END_S = GRACE_S + 1.0
 
 

@@ -15,16 +15,40 @@ from pathlib import Path
 import psutil
 
 COMMAND_TIMEOUT_S = 5.0
+POWER_SUPPLIES = Path("/sys/class/power_supply")
+"""Documented in the kernel's `Documentation/ABI/testing/sysfs-class-power`."""
 CONTAINER_MARKERS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 
 
 def on_battery() -> bool | None:
+    """Whether this machine runs on a battery; None without one."""
+    if platform.system() == "Linux":
+        return linux_on_battery(POWER_SUPPLIES)
     try:
         battery = psutil.sensors_battery()
     except (OSError, ValueError, RuntimeError):
         return None  # Drivers fail in several ways.
     plugged = battery.power_plugged if battery is not None else None
     return None if plugged is None else not plugged
+
+
+def linux_on_battery(folder: Path) -> bool | None:
+    """Read the kernel's list of power supplies. Batteries of mice, keyboards and gamepads are not the machine's."""
+    supplies = [path for path in sorted(folder.glob("*")) if _read_word(path / "scope") != "Device"]
+    kinds = {path: _read_word(path / "type") for path in supplies}
+    batteries = [path for path, kind in kinds.items() if kind == "Battery"]
+    if not batteries:
+        return None
+    if any(_read_word(path / "online") == "1" for path, kind in kinds.items() if kind in ("Mains", "USB")):
+        return False
+    return any(_read_word(path / "status") == "Discharging" for path in batteries)
+
+
+def _read_word(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""  # Drivers fail in several ways.
 
 
 def idle_seconds(now_s: float | None = None) -> tuple[float | None, str]:

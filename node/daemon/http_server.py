@@ -294,6 +294,8 @@ class _Server(uvicorn.Server):
 
 def make_server(app: ASGIApp, tls: Tls | None = None, *, head_s: float = HEAD_S) -> uvicorn.Server:
     """Return a server. `serve(sockets=[...])` runs it, `should_exit = True` ends it. Proxy headers are ignored."""
+    # Any web page in the owner's browser can cause uvicorn's warnings, for example by opening WebSockets.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         app,
         http="h11",

@@ -24,7 +24,7 @@ from node.status import Notice, Report, RoundRecord, Stage
 
 logger = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "node.sinks")
+COMMAND = (sys.executable, "-P", "-m", "node.sinks")
 FOLDER = "metrics"
 WAITING_MAX = 2000
 """Points that wait for a sink. When there are more, the oldest is dropped."""

@@ -14,16 +14,24 @@ from pydantic import ValidationError
 
 from node.api.metrics import UNSETTLED
 from node.host.files import write_whole
-from node.status import Activity, Counters, DeviceInfo, MonthUsage, Report, rfc3339
+from node.status import Activity, Counters, DeviceInfo, MonthUsage, Report, Value, rfc3339
 
 logger = logging.getLogger(__name__)
 
-FILE = "month.json"
+FILE = "months.json"
+MOST_MONTHS = 12
+"""Months in the file."""
 GAP_S = 60.0
 """If two reports are further apart, the energy between them is not counted, because the device did other things."""
 CORE_WATTS, GPU_WATTS = 8.0, 200.0
 """Estimated power of a busy core and of a busy GPU without a meter. Real machines differ by half of it."""
 WORK = (Activity.COMPUTE, Activity.EVALUATE)
+
+
+class MonthFile(Value):
+    """The usage of the last months, oldest first."""
+
+    months: tuple[MonthUsage, ...]
 
 
 class MonthMeter:
@@ -49,8 +57,10 @@ class MonthMeter:
         self._devices: tuple[DeviceInfo, ...] = ()
         self._work_s = 0.0
         self._seen_at_s: float | None = None
-        self._usage = self._load()
-        self._stored = self._usage
+        self._months = self._load()
+        """The usage of each of the last months. A wrong clock may name any month for a while."""
+        self._usage = MonthUsage()
+        self._stored = dict(self._months)
 
     @property
     def usage(self) -> MonthUsage:
@@ -88,32 +98,40 @@ class MonthMeter:
 
     def store(self) -> None:
         """Write the file if something has changed. Blocks; a failure loses at most what was counted since."""
-        usage = self._usage
-        if usage == self._stored:
+        months = {**self._months, **({self._usage.month: self._usage} if self._usage.month else {})}
+        months = dict(sorted(months.items())[-MOST_MONTHS:])
+        if months == self._stored:
             return
         try:
-            write_whole(self._file, usage.model_dump_json() + "\n", forced=False)
-            self._stored = usage
+            write_whole(self._file, MonthFile(months=tuple(months.values())).model_dump_json() + "\n", forced=False)
+            self._stored = months
         except OSError as exc:
             logger.warning("%s cannot be written (%s): free some space on that disk.", self._file, exc.strerror)
 
     def _turn(self) -> None:
         """Begin a new month when it is time."""
         local = self._clock().astimezone(self._zone())
-        if self._usage.month == f"{local:%Y-%m}":
+        name = f"{local:%Y-%m}"
+        if self._usage.month == name:
+            return
+        if self._usage.month:
+            self._months[self._usage.month] = self._usage
+        if (known := self._months.get(name)) is not None:
+            self._usage = known
             return
         year, month = divmod(12 * local.year + local.month, 12)
         next_month = datetime(year, month + 1, 1, tzinfo=local.tzinfo)
-        self._usage = MonthUsage(month=f"{local:%Y-%m}", ends_at=rfc3339(next_month.astimezone(UTC)))
+        self._usage = MonthUsage(month=name, ends_at=rfc3339(next_month.astimezone(UTC)))
 
-    def _load(self) -> MonthUsage:
+    def _load(self) -> dict[str, MonthUsage]:
         try:
-            return MonthUsage.model_validate_json(self._file.read_bytes())
+            months = MonthFile.model_validate_json(self._file.read_bytes()).months
         except FileNotFoundError:
-            return MonthUsage()
+            return {}
         except (OSError, ValidationError) as exc:
             logger.warning("%s cannot be read (%s), so the month's usage begins at 0.", self._file, exc)
-            return MonthUsage()
+            return {}
+        return {usage.month: usage for usage in months}
 
 
 def _traffic(counters: Counters) -> tuple[int, int]:

@@ -25,7 +25,7 @@ class ProcessMeter:
         """The last measurement."""
         self._worker_pid = worker_pid
         self._own = psutil.Process()
-        self._cpu_s: dict[tuple[int, float], float] = {}
+        self._cpu_s: dict[psutil.Process, float] = {}
         """Processor seconds of each process at the last sample, by process id and start."""
 
     async def watch(self) -> None:
@@ -42,16 +42,12 @@ class ProcessMeter:
             try:
                 with process.oneshot():
                     kind = self._kind(process, worker_pid)
-                    times, rss, key = (
-                        process.cpu_times(),
-                        process.memory_info().rss,
-                        (process.pid, process.create_time()),
-                    )
+                    times, rss = process.cpu_times(), process.memory_info().rss
             except psutil.Error:
                 continue
             memory[kind] += rss
-            seen[key] = times.user + times.system
-            cpu_s[kind] += max(0.0, seen[key] - self._cpu_s.get(key, 0.0))
+            seen[process] = times.user + times.system
+            cpu_s[kind] += max(0.0, seen[process] - self._cpu_s.get(process, 0.0))
         self._cpu_s = seen
         self.usage = ProcessUsage(memory, cpu_s)
 

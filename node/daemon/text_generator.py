@@ -19,7 +19,7 @@ from node.config.schema import Config
 from node.daemon.worker_process import WORKER_ENVIRONMENT
 from node.host.priority import WITHOUT_GPU
 
-COMMAND = (sys.executable, "-m", "node.commands.generate")
+COMMAND = (sys.executable, "-P", "-m", "node.commands.generate")
 TIMEOUT_S = 180.0
 UNKNOWN = "The process that samples ended without an answer: see whether this machine has enough memory."
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ META_BYTES = 1_000_000
 LEAST_BYTES = RESERVE_BYTES + SMALL_BYTES
 """Lowest limit that is allowed. A lower one would leave no room for a checkpoint."""
 MB = 1e6
+_CHECKPOINT = re.compile(r"round-(-?\d+)")
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +129,9 @@ class Quota:
 
     def _newest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint. A complete one has a meta.json."""
-        complete = [path for path in self._folder.glob("checkpoints/round-*") if (path / "meta.json").exists()]
-        return max(complete, key=lambda path: int(path.name.removeprefix("round-")), default=None)
+        rounds = {path: _CHECKPOINT.fullmatch(path.name) for path in self._folder.glob("checkpoints/round-*")}
+        complete = {path: int(name[1]) for path, name in rounds.items() if name and (path / "meta.json").exists()}
+        return max(complete, key=complete.__getitem__, default=None)
 
 
 def quota_bytes(disk_gb: float) -> float:

@@ -24,7 +24,7 @@ from node.host.printable import printable
 from node.publication.model_card import CURVE_FILE, Curve, curve_drawing, model_card
 from node.publication.stores import RECORD_FILE
 from node.swarm.governance.charter import Charter
-from node.swarm.messages import Proof
+from node.swarm.messages import Proof, RoundOutcome, read, voters
 from node.training.checkpoint import Checkpoint
 from node.training.gguf_file import import_gguf, write_gguf
 from node.training.pretrained import export_model, load_pretrained
@@ -178,6 +178,10 @@ def _verified(folder: Path, cache: Path) -> tuple[ExportRecord, Manifest, Tensor
         raise not_valid(folder, f"{RECORD_FILE} or {MANIFEST_FILE} is damaged") from exc
     if changed:
         raise not_valid(folder, f"{printable(', '.join(changed), 200)} has changed")
+    known = {RECORD_FILE, *record.files}
+    # transformers reads some files whenever they are there, such as adapter_config.json. None has a hidden name.
+    if added := sorted(path.name for path in folder.iterdir() if path.name not in known and path.name[0] != "."):
+        raise not_valid(folder, f"{printable(', '.join(added), 200)} was added")
     if manifest.hash != record.manifest_hash or root != record.state_digest:
         raise not_valid(folder, f"{RECORD_FILE} contradicts itself")
     try:
@@ -238,8 +242,15 @@ def _check_certificate(folder: Path, record: ExportRecord) -> None:
         proof = Proof.model_validate_json((folder / CERTIFICATE_FILE).read_bytes())
     except (OSError, ValidationError) as exc:
         raise not_valid(folder, f"{CERTIFICATE_FILE} is damaged") from exc
-    if proof.outcome.hash != record.head:
+    try:
+        outcome = read(proof.outcome, RoundOutcome)
+    except PeerError as exc:
+        raise not_valid(folder, f"{CERTIFICATE_FILE} is forged") from exc
+    of_this_round = record.head, record.round, record.manifest_hash
+    if (proof.outcome.hash, outcome.round, outcome.plan.run) != of_this_round:
         raise not_valid(folder, f"{CERTIFICATE_FILE} is of another round")
+    if 2 * len(voters(proof)) <= len(set(proof.group)):
+        raise not_valid(folder, f"{CERTIFICATE_FILE} lacks the votes of more than half of its group")
 
 
 def not_valid(folder: Path, reason: str) -> UsageError:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from node.errors import NodeError
-from node.publication.stores import NO_PLACE, Store, Superseded
+from node.publication.stores import Store, Superseded
 from node.publication.waiting_rounds import WaitingRound, WaitingRounds
 from node.status import Value
+from node.training.checkpoint import DAMAGED
 
 LOOK_S = 30.0
 """How often a publisher that waits for its turn looks whether the round is published."""
@@ -82,7 +83,7 @@ class Publisher:
         try:
             result = self._publish(waiting)
         except NodeError as exc:
-            return ("failed" if exc.code == NO_PLACE else "given_up"), str(exc)
+            return ("given_up" if exc.code == DAMAGED else "failed"), str(exc)
         return result, "it waited for too long." if result == "given_up" else ""
 
     def _publish(self, waiting: WaitingRound) -> Result:

@@ -30,8 +30,6 @@ NOT_FETCHED = (".gguf", ".gitattributes")
 """Suffixes of files that are not downloaded to found a run."""
 NEW_FILES = {".gitattributes", ".gitignore", "README.md", "LICENSE"}
 """Files that a new repository of the hub may have."""
-NO_PLACE = "no_place"
-"""Code of errors of the place, after which a publisher tries again."""
 DIGEST_DIGITS = 16
 MAIN = "main"
 COMMIT_TRIES = 5
@@ -328,4 +326,4 @@ def _translated(where: str, remedy: str) -> Iterator[None]:
     except (NodeError, Superseded):
         raise
     except Exception as exc:
-        raise MachineError(f"{where} does not work ({first_sentence(exc)}): {remedy}.", code=NO_PLACE) from exc
+        raise MachineError(f"{where} does not work ({first_sentence(exc)}): {remedy}.") from exc

@@ -407,7 +407,7 @@ class SwarmMember:
             left=tuple(self.peer_table.left()),
             connected=len(live) - 1,
             training=sum(record.phase in MEMBER_PHASES for record in live),
-            swarm_round=max(record.round for record in live),
+            swarm_round=claimed_round([r.round for r in live if r.phase in MEMBER_PHASES], self.peer_table.me.round),
             addresses=invite,
             reachability="direct" if self.discovery.is_reached else "relay" if relays else "none",
             reachability_code=self.reachability.code,
@@ -538,6 +538,14 @@ async def _open_wire(options: MemberOptions) -> tuple[Libp2pWire, Reservation]:
                 await asyncio.to_thread(file.remember, reserved.wanted, reserved.chosen)
             return wire, reserved
     raise AssertionError("the last try returns or raises")
+
+
+def claimed_round(claims: Sequence[int], own: int) -> int:
+    """The newest round that more than half of the members claim, or this node's own round if that is newer.
+
+    A single claim is not enough, because it may be false.
+    """
+    return max(own, median_low(claims)) if claims else own
 
 
 def _announced(addresses: Sequence[str], ports: Mapping[int, int]) -> tuple[str, ...]:

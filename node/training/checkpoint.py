@@ -38,6 +38,8 @@ OUTER = "outer.safetensors"
 LOCAL = "local.safetensors"
 META = "meta.json"
 
+DAMAGED = "damaged_state"
+"""Code of the error for an outer state that cannot be read. To try again is of no use."""
 _FOLDER = re.compile(r"(?P<replaced>replaced-)?round-(?P<round>-?\d+)")
 _TEMPORARY = ".writing-"
 _REPLACED = "replaced-"
@@ -343,7 +345,7 @@ def read_outer(folder: Path) -> Checkpoint:
         return _read(folder, with_local=False)
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise MachineError(
-            f"The outer state in {folder} is damaged ({cause_of(exc)}): remove the folder.", code="disk"
+            f"The outer state in {folder} is damaged ({cause_of(exc)}): remove the folder.", code=DAMAGED
         ) from exc
 
 

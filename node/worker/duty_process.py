@@ -34,7 +34,7 @@ class DutyProcess:
         on_line: Callable[[str], None],
         on_failure: Callable[[str], None],
         *,
-        command: Sequence[str] = (sys.executable, "-m"),
+        command: Sequence[str] = (sys.executable, "-P", "-m"),
         retry_s: float = RETRY_S,
     ) -> None:
         """`start` returns the line that the process reads first; the others are called on this object's thread.

@@ -151,8 +151,10 @@ class Publishing:
             return
         info = self._reporter.publication.model_copy(update={"waiting": len(self._rounds.all())})
         if event.result == "given_up":
-            logger.warning("Round %d is not published by this node: %s", event.round, event.reason)
-        elif event.result == "superseded":
+            self._reporter.publication = info
+            self._tell_failure(f"Round {event.round} is not published by this node: {event.reason}")
+            return
+        if event.result == "superseded":
             text = (
                 "Round %d is not published, as a later round is at %s. If that is of another run, name another place."
             )

@@ -179,7 +179,7 @@ class RankProcesses:
 
 def _start_rank(settings: RankSettings) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "node.worker.rank_processes"], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-P", "-m", "node.worker.rank_processes"], stdin=subprocess.PIPE, start_new_session=True
     )
     assert process.stdin is not None
     process.stdin.write(settings.model_dump_json().encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 NOTICE = "evaluate"
 SCORES_FILE = "scores.json"
+MOST_TASKS = 32
+"""Limit on the names of tasks that one process shows. At least half of the evaluators must state a task."""
 MOST_DIGESTS = 4096
 """States of this node's chain whose scores it believes."""
 
@@ -44,6 +47,8 @@ class TaskMedians:
 
     def __init__(self) -> None:
         self._digests: dict[int, str] = {}
+        self._names: list[str] = []
+        """The tasks that have been shown. Each is a time series of the metrics, and any member may name others."""
 
     def know(self, round_: int, state_digest: str) -> None:
         """Note the state after a round. Later states are of a chain that the node has left."""
@@ -58,9 +63,12 @@ class TaskMedians:
         known = [one for one in told if self._digests.get(one.round) == one.state_digest]
         newest = max((one.round for one in known), default=-1)
         scores = [one.scores for one in known if one.round == newest]
+        counts = Counter(name for one in scores for name in one)
+        names = [name for name, count in counts.items() if 2 * count >= len(scores)]
+        self._names += [name for name in sorted(names) if name not in self._names][: MOST_TASKS - len(self._names)]
         return tuple(
             TaskScore(name=name, score=statistics.median(values), round=newest, members=len(values))
-            for name in sorted({name for one in scores for name in one})
+            for name in sorted(set(names).intersection(self._names))
             if (values := [one[name] for one in scores if name in one])
         )
 

@@ -38,6 +38,8 @@ MAX_KNOWN = 4000
 SHORT_ID = 16
 """The number of last characters that stand for a peer id in `wanted_numbers`. They are 93 bits, so nobody can make a
 collision."""
+MAX_ROWS = 1000
+"""Limit on the peers that a node shows. Their longest rows have 2.7 kB, and a worker's report at most 4 MiB."""
 MAX_VIA = 3
 MAX_RECORD_BYTES = 8 * 2**10
 """Limit on the size of a record. The longest one that a node writes has about 6 kB."""
@@ -435,8 +437,9 @@ class PeerTable:
             raise PeerError("this node relays only between peers of its run", code="stranger")
 
     def rows(self) -> list[PeerRow]:
-        """The live peers as the API shows them, this node first."""
+        """The live peers as the API shows them, this node first, then members; at most MAX_ROWS."""
         now_s = self._clock()
+        others = sorted(self.live()[1:], key=lambda record: record.phase not in MEMBER_PHASES)
         heard_at_s = {peer_id: entry.heard_at_s for peer_id, entry in self._entries.items()}
         return [
             PeerRow(
@@ -456,7 +459,7 @@ class PeerTable:
                 evaluates=r.evaluates,
                 evaluation=r.evaluation,
             )
-            for r in self.live()
+            for r in (self.me, *others[: MAX_ROWS - 1])
         ]
 
 
