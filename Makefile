@@ -84,6 +84,7 @@ $(SET_UP): requirements.lock .ci/build.lock .ci/torch.lock pyproject.toml
 		$(LOCKED) -r requirements.lock | .ci/progress $$(grep -c == requirements.lock); \
 		[[ $$torch == *--require-hashes* ]] || $(PIP_SHOWN) $$torch | .ci/progress
 	@$(PIP_SHOWN) --no-deps --no-build-isolation --editable . | .ci/progress
+	@echo "$(TORCH) $(TORCH_INDEX_URL)" > $(VENV)/.torch
 	@touch $@
 
 $(DEV_SET_UP): $(SET_UP) .ci/datasets.lock .ci/dev.lock
@@ -108,6 +109,8 @@ $(DASHBOARD): $(NODE_MODULES) $(DASHBOARD_SOURCES)
 
 # Each NAME has its own data folder.
 run: $(SET_UP) $(DASHBOARD)
+	@[[ "$(TORCH)" == auto && -z "$(TORCH_INDEX_URL)" || "$(TORCH) $(TORCH_INDEX_URL)" == "$$(cat $(VENV)/.torch)" ]] || \
+		{ echo "$(VENV) has another build of torch: run \`rm -r $(VENV)\`, and then the same command again." >&2; exit 2; }
 	@exec $(BIN)/diloco-node run --data-dir .data/$(NAME) --name $(NAME) $(if $(JOIN),--join $(JOIN)) $(ARGS)
 
 # Tests that measure time run alone.

@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -23,7 +24,7 @@ from node import __version__
 from node.commands.examples import EXAMPLES
 from node.config.loader import DEFAULT, PRESET_KEY, Loaded, known_keys, load
 from node.config.manifest import ANY_RUN
-from node.errors import MachineError, NodeError, UsageError
+from node.errors import DataFolderError, MachineError, NodeError, UsageError
 
 EXIT_BUG = 70
 HIDDEN = "(hidden)"
@@ -319,7 +320,9 @@ def _add_owner_command(add: Callable[[str, Callable[[Call], int], str], Parser])
     command.add_argument(
         "action", metavar="ACTION", nargs="?", choices=OWNER_ACTIONS, default="show", help=", ".join(OWNER_ACTIONS)
     )
-    command.add_argument("value", metavar="VALUE", nargs="?", help="the name (set) or the token (join; asked for if left out)")
+    command.add_argument(
+        "value", metavar="VALUE", nargs="?", help="the name (set) or the token (join; asked for if left out)"
+    )
     command.add_argument("--team", metavar="TEAM", help='with set: your team; "" for none')
     command.add_argument("--new", action="store_true", help="with token: make a new one, which ends the old one")
 
@@ -745,6 +748,7 @@ def _owner(call: Call) -> int:
     from node.commands import owner
 
     args, folder = call.args, call.data_dir
+    _require_own(folder)
     if args.action == "join" and args.value in (None, "-"):
         args.value = _read_secret("Token of the owner's first machine: ")
     if args.action not in ("set", "join") and args.value is not None:
@@ -762,9 +766,30 @@ def _owner(call: Call) -> int:
     return 0
 
 
+def _require_own(folder: Path) -> None:
+    """Raise DataFolderError if another user owns the data folder, whose node would refuse files of this user."""
+    with suppress(FileNotFoundError):
+        owner = folder.stat().st_uid
+        if owner != os.geteuid():
+            name = _user_name(owner)
+            raise DataFolderError(f"{folder} belongs to user {name}: run the command as `sudo -u {name} ...`.")
+
+
+def _user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"#{uid}"
+
+
 def _read_secret(prompt: str) -> str:
     """Read one line from the terminal without showing it, or from stdin. Raises UsageError if there is none."""
-    secret = (getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline()).strip()
+    if sys.stdin is None:
+        secret = ""
+    else:
+        secret = (getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline()).strip()
     if not secret:
         raise UsageError("Paste the token that the owner's first machine prints with `diloco-node owner token`.")
     return secret
@@ -821,6 +846,7 @@ def _export(call: Call) -> int:
 def _publish(call: Call) -> int:
     from node.commands.publish import publish_now
 
+    _require_own(call.data_dir)
     print(publish_now(call.loaded.config))
     return 0
 

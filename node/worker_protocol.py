@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
+from pydantic_core import PydanticSerializationError
 
 from node.config.amendments import SignedAmendment
 from node.status import GovernanceInfo, Notice, Report, RoundRecord, SavedCounters, Value
@@ -43,6 +44,8 @@ class Start(Value):
     """Listen addresses from the `ListenReport` of an earlier worker, which the supervisor keeps from other nodes."""
     counters: SavedCounters | None = None
     """Totals of earlier workers; None if they are unknown."""
+    version: str = ""
+    """The supervisor's version. A worker of another one cannot be sure to understand it."""
 
 
 class Stop(Value):
@@ -168,7 +171,24 @@ _SUPERVISOR_MESSAGE: TypeAdapter[SupervisorMessage] = TypeAdapter(
 
 def encode(message: WorkerMessage | SupervisorMessage) -> bytes:
     """Return the message as one line of JSON, newline included."""
-    return message.model_dump_json().encode() + b"\n"
+    try:
+        text = message.model_dump_json()
+    except PydanticSerializationError:  # A text quotes a file name that is not UTF-8.
+        text = str(_without_surrogates(message).model_dump_json())
+    return text.encode() + b"\n"
+
+
+def _without_surrogates(value: Any) -> Any:
+    """A copy with `?` in place of characters that UTF-8 cannot express."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, BaseModel):
+        return value.model_copy(
+            update={name: _without_surrogates(getattr(value, name)) for name in type(value).model_fields}
+        )
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(one) for key, one in value.items()}
+    return tuple(map(_without_surrogates, value)) if isinstance(value, (tuple, list)) else value
 
 
 def decode_worker_message(line: bytes) -> WorkerMessage:

@@ -118,7 +118,8 @@ def _plan_systemd(
 ) -> ServicePlan:
     is_system = scope == "system"
     if is_system:
-        for path in filter(None, (place.program, config, data_dir, *writable)):
+        named = [Path(value) for value in settings.values() if value.startswith("/")]
+        for path in filter(None, (place.program, config, data_dir, *writable, *named)):
             if any(path.is_relative_to(folder) for folder in PRIVATE_FOLDERS):
                 raise UsageError(
                     f"A system service cannot read {path}: install the program for all users, such as into "

@@ -28,7 +28,7 @@ DEFAULT = "default"
 """The origin of a default value."""
 ENV_PREFIX = "DILOCO_"
 _LINK = re.compile(
-    r"DILOCO(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+    r"DILOCO(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 """Variables of a service that Kubernetes or Docker adds to a container. No setting has such a name."""
 OTHER_VARIABLES = frozenset({"DILOCO_FAULTS", "DILOCO_JOIN"})
@@ -239,7 +239,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[Setting]:
             setting = Setting(key, environ[variable], "environment variable", variable)
             if key in known_keys():
                 yield setting
-            elif not _LINK.fullmatch(variable) or (variable.endswith("_PORT") and "://" not in setting.value):
+            elif not _LINK.fullmatch(variable) and not (variable.endswith("_PORT") and "://" in environ[variable]):
                 raise _unknown_key(setting)
 
 

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, closing, suppress
 from datetime import datetime
 from typing import Any, Literal
 
+from node import __version__
 from node.api.metrics import Build, Metrics
 from node.api.node_interface import ActionName, Configured, NotAllowed, PauseOrder, View
 from node.config.amendments import SignedAmendment
@@ -337,6 +338,7 @@ class Supervisor:
             may_move_port=self._config.may_move_port,
             held_addresses=self._port_hold.addresses,
             counters=self._state.counters,
+            version=__version__,
         )
         try:
             await self._worker.start(start)

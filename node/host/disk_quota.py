@@ -1,8 +1,9 @@
 """The size limit of a data folder: writers reserve room before they write, and the oldest files are removed.
 
-Removable are checkpoints (except the newest complete one), round results, downloads and logs (except the newest),
-folders that libraries keep in the cache, and files set aside as damaged. Keys, settings and history stay, and may grow
-by RESERVE_BYTES. The owner's text folder is neither counted nor changed.
+Removable are checkpoints (except the newest complete one), rounds that wait to be published or evaluated (except the
+newest), round results, downloads and logs (except the newest), folders that libraries keep in the cache, and files set
+aside as damaged. A file with several names, such as a state that two checkpoints share, counts once. Keys, settings and
+history stay, and may grow by RESERVE_BYTES. The owner's text folder is neither counted nor changed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ META_BYTES = 1_000_000
 LEAST_BYTES = RESERVE_BYTES + SMALL_BYTES
 """Lowest limit that is allowed. A lower one would leave no room for a checkpoint."""
 MB = 1e6
+WAITING = ("publish/round-*", "evaluate/round-*")
+"""Folders of the rounds that wait to be published or evaluated (`publication.waiting_rounds`)."""
 _CHECKPOINT = re.compile(r"round-(-?\d+)")
 
 logger = logging.getLogger(__name__)
@@ -46,7 +50,6 @@ class Item:
 
     path: Path
     modified_ns: int
-    size_bytes: int
 
 
 class Quota:
@@ -79,7 +82,7 @@ class Quota:
     def _make_room(self, size_bytes: int) -> None:
         target_bytes = self.limit_bytes - RESERVE_BYTES - self._reserved_bytes - size_bytes
         used_bytes, items = self.used_bytes(), list(self._removable())
-        if used_bytes - sum(item.size_bytes for item in items) > target_bytes:
+        if used_bytes - _freed_bytes(item.path for item in items) > target_bytes:
             error = QuotaError(
                 f"limits.disk_gb allows {self.limit_bytes / MB:.1f} MB, so {size_bytes / MB:.1f} MB were not written: "
                 f"{self._folder} holds {used_bytes / MB:.1f} MB, and too little of it is removable; raise the limit."
@@ -108,24 +111,24 @@ class Quota:
             )
 
     def used_bytes(self) -> int:
-        return _size(self._folder, self._text_folder)
+        return size_of(self._folder, self._text_folder)
 
     def least_bytes(self) -> int:
         """Return the lowest usable limit: room for the files that stay, and for a second checkpoint."""
         newest = self._newest_checkpoint()
-        checkpoint_bytes = _size(newest) + META_BYTES if newest is not None else 0
-        fixed_bytes = self.used_bytes() - sum(item.size_bytes for item in self._removable())
+        checkpoint_bytes = size_of(newest) + META_BYTES if newest is not None else 0
+        fixed_bytes = self.used_bytes() - _freed_bytes(item.path for item in self._removable())
         return max(2 * checkpoint_bytes + LEAST_BYTES, fixed_bytes + checkpoint_bytes + RESERVE_BYTES)
 
     def _removable(self) -> Iterator[Item]:
         kept = {self._newest_checkpoint(), _newest(self._folder.glob("cache/download-*.bin"))}
-        kept |= {_newest(self._folder.glob("logs/*"))}
-        patterns = ("checkpoints/*round-*", "cache/results-*.bin", "cache/download-*.bin", "logs/*")
+        kept |= {_newest(self._folder.glob(pattern)) for pattern in ("logs/*", *WAITING)}
+        patterns = ("checkpoints/*round-*", *WAITING, "cache/results-*.bin", "cache/download-*.bin", "logs/*")
         for pattern in (*patterns, "cache/*/*", "history/*damaged*", "*.damaged*"):
             for path in self._folder.glob(pattern):
                 if path not in kept and path.suffix != ".key" and not path.name.startswith("."):
                     with suppress(OSError):
-                        yield Item(path, path.stat().st_mtime_ns, _size(path))
+                        yield Item(path, path.stat().st_mtime_ns)
 
     def _newest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint. A complete one has a meta.json."""
@@ -142,13 +145,14 @@ def _remove_oldest(items: Iterable[Item], excess_bytes: float) -> None:
     for item in sorted(items, key=lambda item: item.modified_ns):
         if excess_bytes <= 0:
             return
+        freed_bytes = _freed_bytes([item.path])
         with suppress(OSError):
             if item.path.is_dir() and not item.path.is_symlink():
                 shutil.rmtree(item.path, ignore_errors=True)
             else:
                 item.path.unlink()
-        logger.info("Removed %s (%.1f MB) to keep limits.disk_gb.", item.path.name, item.size_bytes / MB)
-        excess_bytes -= item.size_bytes
+        logger.info("Removed %s (%.1f MB) to keep limits.disk_gb.", item.path.name, freed_bytes / MB)
+        excess_bytes -= freed_bytes
 
 
 def _newest(paths: Iterator[Path]) -> Path | None:
@@ -159,15 +163,27 @@ def _newest(paths: Iterator[Path]) -> Path | None:
     return max(found)[1] if found else None
 
 
-def _size(path: Path, excluded: Path | None = None) -> int:
-    """Return the size of a file, or of all files below a folder except those in `excluded`. Vanished files count 0."""
-    total = 0
+def size_of(path: Path, excluded: Path | None = None) -> int:
+    """The bytes of a file, or of all files below a folder except those in `excluded`. Vanished files count 0."""
+    return sum({(one.st_dev, one.st_ino): one.st_size for one in _files(path, excluded)}.values())
+
+
+def _freed_bytes(paths: Iterable[Path]) -> int:
+    """The bytes that are freed if all these files and folders are removed: those of files without a name elsewhere."""
+    files = [one for path in paths for one in _files(path)]
+    names = Counter((one.st_dev, one.st_ino) for one in files)
+    freed = {(one.st_dev, one.st_ino): one for one in files if names[one.st_dev, one.st_ino] >= one.st_nlink}
+    return sum(one.st_size for one in freed.values())
+
+
+def _files(path: Path, excluded: Path | None = None) -> Iterator[os.stat_result]:
+    """The file itself, or all files below a folder except those in `excluded`. Vanished files are left out."""
     with suppress(OSError):
         if not path.is_dir():
-            return path.lstat().st_size
+            yield path.lstat()
+            return
     for root, folders, files in os.walk(path):
         folders[:] = [name for name in folders if Path(root, name) != excluded]
         for name in files:
             with suppress(OSError):
-                total += Path(root, name).lstat().st_size
-    return total
+                yield Path(root, name).lstat()

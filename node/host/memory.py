@@ -16,6 +16,11 @@ def available_memory_bytes() -> float:
     return free_bytes if limit is None else min(free_bytes, float(limit.free_bytes))
 
 
+def own_memory_bytes() -> int:
+    """Bytes of main memory that this process uses now."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def memory_size_bytes() -> int:
     """Bytes of main memory of this machine, or of its container if that has less."""
     size_bytes, limit = int(psutil.virtual_memory().total), memory_limit()

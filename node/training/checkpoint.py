@@ -38,6 +38,8 @@ OUTER = "outer.safetensors"
 LOCAL = "local.safetensors"
 META = "meta.json"
 
+DISK_FULL = "disk_full"
+"""Code of the error if the disk has no room for a checkpoint."""
 DAMAGED = "damaged_state"
 """Code of the error for an outer state that cannot be read. To try again is of no use."""
 _FOLDER = re.compile(r"(?P<replaced>replaced-)?round-(?P<round>-?\d+)")
@@ -332,7 +334,7 @@ class CheckpointStore:
             f"The disk is full: the checkpoint of round {checkpoint.round} needs "
             f"{checkpoint.tensor_bytes / 2**20:.1f} MiB in {self._folder} and {free} ({exc.strerror}); the older "
             "checkpoint is kept: free some space, lower checkpoint.keep, or move node.data_dir to a larger disk.",
-            code="disk_full",
+            code=DISK_FULL,
         )
 
 

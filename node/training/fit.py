@@ -25,7 +25,7 @@ from node.config.schema import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
 from node.host.disk_quota import LEAST_BYTES, META_BYTES, quota_bytes
-from node.host.memory import available_memory_bytes, memory_remedy
+from node.host.memory import available_memory_bytes, memory_remedy, own_memory_bytes
 from node.training.algorithm import feedback_of, optimizer_of
 from node.training.device import ComputeDevice, free_device_bytes
 from node.training.inner import Execution, InnerLoop
@@ -44,12 +44,17 @@ BATCHES = 4
 """Batches in memory beside those of the evaluation: the one that is trained on, and those that are prepared."""
 CHECKPOINT_BYTES = 20
 """Bytes a parameter for anchor, momentum, local weights and two moments, all fp32."""
+OUTER_BYTES = 8
+"""The part of a checkpoint that is the outer state: anchor and momentum."""
 KEPT_RESULTS = 8
 LOGIT_BYTES = 12
 """Bytes of one logit as computed, of its fp32 copy, and of its gradient."""
 MOST_LOGITS_BYTES = 1 * GB
 CPU_RATIO = 0.5
 """Share of the free memory for activations in main memory, where the kernel kills a process that exceeds it."""
+MOST_PASS_S = 5.0
+"""A pass on the CPU takes at most about this long. The worker sends no heartbeat during a pass, and looks hung after
+30 s (`SupervisorTimings.hung_s`)."""
 WORTH_RATIO = 1.05
 """A micro-batch twice as large must be faster by this factor, otherwise the smaller one is used."""
 PROBES = 3
@@ -81,14 +86,18 @@ def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Req
     residual = 0.0 if rule is None else rule.bytes_per_parameter
     more_moments = 4 * (optimizer_of(run.outer).moments - 1)
     saved = CHECKPOINT_BYTES + residual + more_moments
+    # A round that waits to be published or evaluated, and the folder that is made of it.
+    waiting = 2 * (OUTER_BYTES + more_moments) * parameters if config.publish.to or config.evaluate.tasks else 0.0
     return Requirements(
         device_bytes=(DEVICE_BYTES + half) * parameters,
         row_bytes=row_bytes(run, config.devices, precision),
         host_bytes=(HOST_BYTES + RESIDUALS * residual + 2 * more_moments) * parameters
         + (run.evaluation.batches + BATCHES) * batch_bytes
         + BASE_BYTES,
-        disk_bytes=((config.checkpoint.keep + 1) * saved + residual) * parameters + KEPT_RESULTS * result_bytes,
-        least_disk_bytes=2 * (saved * parameters + META_BYTES) + residual * parameters + result_bytes,
+        disk_bytes=((config.checkpoint.keep + 1) * saved + residual) * parameters
+        + KEPT_RESULTS * result_bytes
+        + waiting,
+        least_disk_bytes=2 * (saved * parameters + META_BYTES) + residual * parameters + result_bytes + waiting,
     )
 
 
@@ -149,7 +158,8 @@ def compare_resources(
         yield "GPU memory", device + needs.row_bytes, free_bytes, remedy
     else:
         host += ranks * (device + needs.row_bytes)
-    yield "memory", host, available_memory_bytes(), memory_remedy()
+    # `host` is the whole need of this process, which has some of it already.
+    yield "memory", host, available_memory_bytes() + own_memory_bytes(), memory_remedy()
     folder = _existing_parent(config.node.data_dir)
     remedy = f"free some space in {folder}, or choose another folder with --data-dir"
     quota = quota_bytes(config.limits.disk_gb)
@@ -180,6 +190,8 @@ def choose_execution(model: nn.Module, run: RunConfig, chosen: ComputeDevice, de
         rows = _find_micro_batch(model, run, chosen.device, how)
     else:
         room = CPU_RATIO / devices.ranks * available_memory_bytes() / row_bytes(run, devices, chosen.precision)
+        row_s = _measure_pass_s(InnerLoop(model, run.inner, chosen.device, how), _random_batch(run, 1), chosen.device)
+        room = min(room, MOST_PASS_S / row_s)
         rows = batch_size if room >= batch_size else 1 << max(0, int(room).bit_length() - 1)
     logger.info("Each pass computes %d of the %d sequences of a step, in %s.", rows, batch_size, chosen.precision)
     return replace(how, micro_batch=rows, chunked_loss=_is_chunked(run, devices, rows))
@@ -194,7 +206,7 @@ def _find_micro_batch(model: nn.Module, run: RunConfig, device: torch.device, ho
         parameters = sum(p.numel() for p in model.parameters())
         reserve = torch.empty((DEVICE_BYTES - 8) * parameters, dtype=torch.uint8, device=device)
         while rows <= how.micro_batch:
-            batch = torch.randint(run.model.vocab_size, (rows, run.inner.sequence_length + 1))
+            batch = _random_batch(run, rows)
             row_s = _measure_pass_s(inner, batch, device) / rows
             if row_s * WORTH_RATIO > best_s:
                 break
@@ -211,6 +223,11 @@ def _find_micro_batch(model: nn.Module, run: RunConfig, device: torch.device, ho
             code="does_not_fit",
         )
     return best
+
+
+def _random_batch(run: RunConfig, rows: int) -> torch.Tensor:
+    """Random tokens, int64 cpu [rows, T + 1]."""
+    return torch.randint(run.model.vocab_size, (rows, run.inner.sequence_length + 1))
 
 
 def _measure_pass_s(inner: InnerLoop, batch: torch.Tensor, device: torch.device) -> float:

@@ -15,6 +15,8 @@ from node.config.manifest import RunConfig, parse_source
 from node.errors import ConfigError, MachineError, NodeError
 
 HUB = "hub:"
+NO_ANSWER = "no_answer"
+"""Code of the error if the hub does not answer. It may answer later."""
 ANSWER_S = 20.0
 """Longest wait for the commit of a name."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -83,13 +85,13 @@ def hub_error(what: str, exc: Exception) -> MachineError:
     # A network error has the type of whichever HTTP client the libraries use.
     is_client = type(exc).__module__.startswith(("aiohttp", "http", "requests", "urllib3"))
     status = getattr(getattr(exc, "response", None), "status_code", 0)
-    if is_client or isinstance(exc, (ConnectionError, TimeoutError)) or status >= 500:
-        text = f"{what} cannot be reached ({first_sentence(exc)}): check this machine's network, then start again."
-    else:
-        text = (
-            f"{what} is not available ({first_sentence(exc)}): check its name, configuration and split, and whether it "
-            "still exists and is public."
-        )
+    if is_client or isinstance(exc, (ConnectionError, TimeoutError)) or status == 429 or status >= 500:
+        text = f"{what} cannot be reached ({first_sentence(exc)}): check this machine's network."
+        return MachineError(text, code=NO_ANSWER)
+    text = (
+        f"{what} is not available ({first_sentence(exc)}): check its name, configuration and split, and whether it "
+        "still exists and is public."
+    )
     return MachineError(text, code="no_data")
 
 

@@ -19,7 +19,7 @@ from node.config.manifest import RunConfig, parse_source
 from node.errors import ConfigError, Damaged, MachineError, Unreachable
 from node.training.corpus import Corpus, Stream, held_out_batches, load_corpus
 from node.training.documents import Documents
-from node.training.hub import is_on_hub
+from node.training.hub import NO_ANSWER, is_on_hub
 from node.training.packing import RowPacker, first_rows
 from node.training.prefetch import Prefetcher
 from node.training.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
@@ -111,9 +111,8 @@ class PackedDataset:
             found = first_rows(source, self.tokenizer, rows, run.inner.sequence_length + 1, self._one_in)
         except (Unreachable, Damaged) as exc:
             raise MachineError(
-                f"run.data: the text for evaluation cannot be read ({exc}): check the file, or this machine's network, "
-                "then start again.",
-                code="no_data",
+                f"run.data: the text for evaluation cannot be read ({exc}): check the file, or this machine's network.",
+                code=NO_ANSWER if isinstance(exc, Unreachable) else "no_data",
             ) from exc
         return list(torch.split(torch.from_numpy(found), run.inner.batch_size))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -18,14 +19,17 @@ from node.config.schema import Config
 from node.errors import MachineError, NodeError, SwarmError
 from node.host import gpu_power
 from node.host.disk_quota import Quota, quota_bytes
+from node.host.files import write_whole
 from node.status import Activity, DeviceInfo, Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.member_thread import Lost
 from node.swarm.membership.peer_table import MEMBER_PHASES
 from node.swarm.state_sync.catch_up import ResyncCause
 from node.training.accelerator import accelerator_of
+from node.training.checkpoint import DISK_FULL
 from node.training.device import ComputeDevice, choose_device, describe
 from node.training.fit import check_fit
+from node.training.hub import NO_ANSWER
 from node.worker.counters import WorkCounters
 from node.worker.duties import Duties
 from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs, needs_inputs
@@ -37,7 +41,7 @@ from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import make_dropped_record
 from node.worker.run_entry import RunEntry
-from node.worker.session import Session, invite_of
+from node.worker.session import Session, StartingPoint, invite_of
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker.task_evaluation import TaskEvaluation
 from node.worker.trainer import Amended, Trainer
@@ -46,6 +50,20 @@ from node.worker_protocol import Ended, Start
 logger = logging.getLogger(__name__)
 
 SERVE_POLL_S = 0.2
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+"""Pauses of a node that waits for the network, or for memory that another program takes."""
+DEVICE_FILE = "device"
+"""File in the data folder with the kind of device that `devices.device = auto` has chosen."""
+SAVED_AFTER = ("out_of_memory", "no_data")
+"""Errors after which the parameters are sound, so the work since the last checkpoint is saved."""
+
+
+def pauses_s() -> Iterator[float]:
+    """The seconds before each next try, without end."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
 
 def redirect_library_logs() -> None:
@@ -55,6 +73,29 @@ def redirect_library_logs() -> None:
         library_logger.handlers.clear()
         library_logger.setLevel(logging.WARNING)
         library_logger.propagate = True
+
+
+def lost_gpu(config: Config, device: ComputeDevice) -> str:
+    """A sentence for the owner if `auto` has chosen the processor, although it chose a GPU before; else empty.
+
+    An update of a driver, or a laptop's sleep, may take the GPU away until the next restart of the machine.
+    """
+    if config.devices.device != "auto":
+        return ""
+    file, kind = config.node.data_dir / DEVICE_FILE, device.device.type
+    try:
+        before = file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        before = ""
+    if kind == "cpu" and before not in ("", "cpu"):
+        return (
+            f"The GPU ({before}) of earlier starts is not there, so this node trains on the processor: check its "
+            f"driver, restart the machine, or remove {file} if the GPU is gone for good."
+        )
+    if before != kind:
+        with suppress(OSError):
+            write_whole(file, kind + "\n", forced=False)
+    return ""
 
 
 class Worker:
@@ -126,6 +167,9 @@ class Worker:
     def _choose_device(self) -> ComputeDevice:
         config, limits = self._config, self._config.limits
         device = choose_device(config.devices, limits.cpu_threads, gpu_memory_ratio=limits.gpu_memory_ratio)
+        if lost := lost_gpu(config, device):
+            logger.warning("%s", lost)
+            self._reporter.notice("gpu_lost", lost)
         if limits.gpu_power_watts and device.device.type != "cpu":
             accelerator = accelerator_of(device.device)
             for rank in range(config.devices.ranks):
@@ -146,9 +190,18 @@ class Worker:
         return (describe(device), *(describe(torch.device(device.type, rank), own=False) for rank in others))
 
     def _check_fit(self, run: RunConfig) -> None:
-        if self._device is not None:
-            check_fit(run, self._config, self._device)
-            check_ranks(run, self._config.devices, self._device.precision)
+        """Raise MachineError if the run does not fit. A node that has trained waits, as a game may take the memory."""
+        if self._device is None:
+            return
+        check_ranks(run, self._config.devices, self._device.precision)
+        for pause_s in pauses_s():
+            try:
+                check_fit(run, self._config, self._device)
+                return
+            except MachineError as exc:
+                if not self._entry.has_trained:
+                    raise
+                self._wait_again(exc, pause_s)
 
     # training
 
@@ -166,13 +219,25 @@ class Worker:
         is_member = False
         with self._begin_duties(session) as duties, self._link.unsaved():
             while rest is not None:
-                assert rest.tip is not None
-                run = rest.terms_after(rest.tip).run
+                assert rest.start.tip is not None
+                run = rest.terms_after(rest.start.tip).run
                 with self._inner_trainer(run, self._loaded_inputs(run), ids) as inner:
                     if not is_member:
-                        rest.swarm.take_part(rest.rules, rest.tip, rest.source)
+                        rest.swarm.take_part(rest.rules, rest.start.tip, rest.source)
                         is_member = True
                     rest = self._train_and_resync(rest, inner, run, duties)
+                if rest is not None:
+                    del inner
+                    self._free_replica()
+
+    def _free_replica(self) -> None:
+        """Free the memory of the replica, as the next one may not fit beside it."""
+        assert self._device is not None
+        self._trainer = None
+        self._orders.set_replica(None)
+        gc.collect()
+        if self._device.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def _loaded_inputs(self, run: RunConfig) -> TrainingInputs:
         """Wait for text and model, which are loaded again if an amendment has changed what they depend on."""
@@ -182,9 +247,23 @@ class Worker:
             self._check_fit(run)
             self._start_loading(run)
         assert self._loading is not None
-        inputs = self._waiter.wait(self._loading)
+        for pause_s in pauses_s():
+            try:
+                inputs = self._waiter.wait(self._loading)
+                break
+            except MachineError as exc:
+                if exc.code != NO_ANSWER:
+                    raise
+                self._wait_again(exc, pause_s)
+                self._start_loading(run)
         self._loading = None  # Its model belongs to one inner trainer.
         return inputs
+
+    def _wait_again(self, error: MachineError, pause_s: float) -> None:
+        """Wait before another try, and say why."""
+        logger.warning("%s The node tries again in %.0f s.", error, pause_s)
+        self._reporter.enter(Phase.STARTING, f"{error} The node tries again.", error.code)
+        self._waiter.sleep(pause_s)
 
     @contextmanager
     def _begin_duties(self, session: Session) -> Iterator[Duties]:
@@ -196,10 +275,11 @@ class Worker:
         )
         try:
             swarm.tell_peers(publishes=duties.publishing.is_on, evaluates=duties.evaluation.is_on)
-            if session.tip is not None:
-                duties.evaluation.know(session.tip.round, session.tip.digest)
-                if session.checkpoint is not None:
-                    duties.saved(session.tip)
+            if (tip := session.start.tip) is not None:
+                duties.evaluation.know(tip.round, tip.digest)
+                if session.start.is_resumed:
+                    duties.saved(tip)
+            del tip
             yield duties
         finally:
             duties.close()
@@ -260,8 +340,8 @@ class Worker:
         """
         exclusion, is_downloaded = ExclusionNotice(run.sync), True
         while True:
-            assert session.tip is not None
-            if needs_inputs(run, session.terms_after(session.tip).run):
+            assert session.start.tip is not None
+            if needs_inputs(run, session.terms_after(session.start.tip).run):
                 return session
             trainer = self._trainer = Trainer(
                 session,
@@ -276,7 +356,7 @@ class Worker:
             )
             try:
                 self._align(session, trainer)
-                if session.checkpoint is None and is_downloaded:
+                if not session.start.is_resumed and is_downloaded:
                     trainer.save()  # Serve the downloaded state, and do not download it again after a restart.
                 train(trainer)
                 trainer.save(cancels=False)  # The round before the last one may be due to be published as well.
@@ -284,16 +364,31 @@ class Worker:
                 self._wait_for_publication(duties.publishing)
                 return None
             except Amended:
-                session = replace(session, tip=trainer.tip, checkpoint=trainer.hand_over())
+                session = replace(session, start=StartingPoint(trainer.tip, trainer.hand_over()))
             except Lost as exc:
                 trainer.abandon()
                 inner.reset_history()
                 if exc.cause.code != "far_behind":
                     duties.chain_left()
                 session, is_downloaded = self._resync(session, exc.cause)
-            except (StopAsked, SwarmError):
-                trainer.save()
+            except StopAsked:
+                self._save_at_stop(trainer)
                 raise
+            except (SwarmError, MachineError) as exc:
+                if not isinstance(exc, MachineError) or exc.code in SAVED_AFTER:
+                    trainer.save()
+                raise
+
+    def _save_at_stop(self, trainer: Trainer) -> None:
+        """Save this node's work. A pause takes place even if the disk is too full for it."""
+        try:
+            trainer.save()
+        except MachineError as exc:
+            stop = self._link.stop
+            if exc.code != DISK_FULL or stop is None or stop.how != "pause":
+                raise
+            logger.warning("%s", exc)
+            self._reporter.notice(DISK_FULL, f"{exc} What the node did since its older checkpoint is lost.")
 
     def _align(self, session: Session, trainer: Trainer) -> None:
         """Replay the rounds that are on the disk, then those that the swarm has committed since.
@@ -308,7 +403,7 @@ class Worker:
             logger.info("Replayed rounds %d to %d from the disk.", first, trainer.tip.round)
         tip = self._waiter.wait(session.swarm.start_call(lambda member: member.align()))
         trainer.apply_committed_rounds()
-        trainer.align_to(tip, is_new=session.checkpoint is None)
+        trainer.align_to(tip, is_new=not session.start.is_resumed)
 
     def _resync(self, session: Session, cause: ResyncCause) -> tuple[Session, bool]:
         """Abandon this node's chain and download the state of the other members.
@@ -321,7 +416,7 @@ class Worker:
         tip = self._entry.download_again(session.swarm, session.manifest, session.rules, cause)
         if tip is None:
             logger.warning("No other state was downloaded, so this node goes on with its own.")
-            return replace(session, tip=session.swarm.restart_here(cause), checkpoint=None), False
+            return replace(session, start=StartingPoint(session.swarm.restart_here(cause))), False
         self._counters.totals.digest_mismatches += cause.code != "far_behind"
         if cause.dropped:
             record = make_dropped_record(cause)
@@ -332,7 +427,7 @@ class Worker:
             self._waiter.wait(session.swarm.start_call(lambda member: member.set_aside()))
         finally:
             session.store.put_aside()  # A restart must not resume from the old chain.
-        return replace(session, tip=tip, checkpoint=None), True
+        return replace(session, start=StartingPoint(tip)), True
 
     def _round_over(self, session: Session) -> None:
         """Called when the round of this node's contribution is committed, even if it excludes the contribution."""
@@ -369,12 +464,13 @@ class Worker:
             self._reporter.enter(Phase.TRAINING, "This node relays for the run and does not train.", "relay")
         else:
             self._reporter.enter(Phase.PAUSED, "Training is paused. This node serves the state on its disk.", "paused")
-            session.swarm.serve(session.tip, session.source)
-        manifest, tip = session.manifest, session.tip
+            session.swarm.serve(session.start.tip, session.source)
+        tip, _ = session.start.take()
         if tip is not None:
-            self._reporter.set_position(manifest, session.terms_after(tip), tip)
+            self._reporter.set_position(session.manifest, session.terms_after(tip), tip)
         else:
-            self._reporter.set_run(manifest)
+            self._reporter.set_run(session.manifest)
+        del tip  # Its tensors are as large as the model, and the state is served from the disk.
         with self._counters.doing(Activity.IDLE if is_relay else Activity.PAUSED):
             while True:
                 if is_relay:

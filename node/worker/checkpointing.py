@@ -232,10 +232,11 @@ class Checkpointer:
         """Stop writing the current checkpoint, if any, as a newer one will replace it. Finished checkpoints stay."""
         self._is_cancelled.set()
 
-    def check(self) -> None:
-        """Raise the error of the newest checkpoint if it has failed."""
-        if not self.is_busy:
-            self.wait(0.0)
+    def check(self) -> bool:
+        """Whether a checkpoint has ended since the last call. Raises its error if it has failed."""
+        if self._running is None or self.is_busy:
+            return False
+        return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is being written; return False after `timeout_s`. Raises the newest checkpoint's error."""

@@ -46,7 +46,7 @@ class Orders:
         self._drain_is_complete = False
         self.end_reason = "Stopped as asked."
 
-    def set_replica(self, replica: Replica) -> None:
+    def set_replica(self, replica: Replica | None) -> None:
         """Apply `limits.cpu_threads` to this replica from now on."""
         self._replica = replica
 

@@ -17,6 +17,7 @@ from node.config.manifest import read_manifest
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.errors import NodeError, UsageError
+from node.host.disk_quota import Quota, quota_bytes, size_of
 from node.host.parent_death import die_with_parent
 from node.host.priority import WORKING_NICENESS, lower_priority
 from node.publication.publisher import Publisher, PublishEvent
@@ -60,6 +61,7 @@ def make_publisher(start: PublisherStart, tell: Callable[[PublishEvent], None]) 
     """Raises UsageError for a token that cannot be read."""
     config = start.config
     folder = config.node.data_dir / FOLDER
+    quota = Quota(config.node.data_dir, quota_bytes(config.limits.disk_gb), config.node.text_folder)
     store = open_store(parse_publish_address(config.publish.to), token=read_token(config), part=start.peer_id[-16:])
 
     def write(waiting: WaitingRound, target: Path) -> None:
@@ -69,15 +71,16 @@ def make_publisher(start: PublisherStart, tell: Callable[[PublishEvent], None]) 
         from node.training.tokenizer import open_tokenizer
 
         manifest = read_manifest((config.node.data_dir / "manifest.json").read_bytes())
-        write_model_folder(
-            manifest,
-            read_outer(waiting.folder),
-            target,
-            tokenizer=open_tokenizer(manifest.run.data.tokenizer, config.node.text_folder, config.node.hub_cache),
-            command=publish_command(config),
-            curve=read_curve(folder / CURVE_FILE, until_round=waiting.round),
-            with_state=True,
-        )
+        with quota.room(size_of(waiting.folder)):
+            write_model_folder(
+                manifest,
+                read_outer(waiting.folder),
+                target,
+                tokenizer=open_tokenizer(manifest.run.data.tokenizer, config.node.text_folder, config.node.hub_cache),
+                command=publish_command(config),
+                curve=read_curve(folder / CURVE_FILE, until_round=waiting.round),
+                with_state=True,
+            )
 
     return Publisher(WaitingRounds(folder), store, write, folder / SCRATCH, turn_s=config.publish.turn_s, tell=tell)
 

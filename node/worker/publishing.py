@@ -31,13 +31,17 @@ from node.worker.reporter import Reporter
 logger = logging.getLogger(__name__)
 
 NOTICE = "publish"
+MOST_RANK = 8
 SPARE_TURNS = 2
 """After the run's end, the node waits for its own turn and so many more until the last round is published."""
 
 
 def rank_of(head: str, peer_id: str, publishers: set[str]) -> int:
-    """The place of a node in the order in which the publishers of the round with this head take their turns."""
-    return leader_order(f"publish {head}", sorted({peer_id, *publishers})).index(peer_id)
+    """The place of a node in the order in which the publishers of the round with this head take their turns.
+
+    All from place MOST_RANK on have the same turn, because false publishers must not delay a round for days.
+    """
+    return min(MOST_RANK, leader_order(f"publish {head}", sorted({peer_id, *publishers})).index(peer_id))
 
 
 class Publishing:
@@ -83,7 +87,9 @@ class Publishing:
         if is_first or tip.head == self._newest_added or not self.is_due(tip):
             return
         view = self._view()
-        rank = rank_of(tip.head, view.peer_id, {row.peer_id for row in view.rows if row.publishes})
+        credit = tip.state.credit  # A stranger's word does not count.
+        publishers = {row.peer_id for row in view.rows if row.publishes and row.peer_id in credit}
+        rank = rank_of(tip.head, view.peer_id, publishers)
         try:
             is_new = self._rounds.add(self._store, tip.round, tip.digest, rank)
         except OSError as exc:

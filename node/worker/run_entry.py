@@ -53,7 +53,7 @@ from node.worker.orders import Waiter
 from node.worker.publisher import read_token
 from node.worker.reporter import Reporter
 from node.worker.run_choice import choose_run
-from node.worker.session import Session, rules_of
+from node.worker.session import Session, StartingPoint, rules_of
 from node.worker_protocol import FoundFrom, Start
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class RunEntry:
             source.publish(tip)
         elif self._start.mode == "train":
             tip = self.download(swarm, manifest, rules)
-        return Session(manifest, rules, swarm, self._store, source, tip, checkpoint, self._folder)
+        return Session(manifest, rules, swarm, self._store, source, StartingPoint(tip, checkpoint), self._folder)
 
     def _member_options(self, manifest: Manifest | None) -> MemberOptions:
         config, invite = self._config, self._invite
@@ -212,6 +212,13 @@ class RunEntry:
         """Load text and model while the state is downloaded, unless amendments in it may ask for others."""
         if run.governance == "fixed":
             self._begin_training(run)
+        else:
+            self._check_fit(run)  # No amendment changes the model, which is most of what a run needs.
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the data folder has a checkpoint, so that this machine has been able to train the run."""
+        return bool(self._store.rounds())
 
     def _amended(self, manifest: Manifest) -> RunConfig:
         """The settings of the round after the newest checkpoint. Text and model are loaded for them in advance."""
@@ -340,7 +347,7 @@ class RunEntry:
 
     def _read_newest(self) -> Checkpoint | None:
         self._faults.meet("load", -1)
-        return self._store.newest(repair=True)
+        return self._store.newest(repair=True, with_local=self._start.mode == "train")
 
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules) -> Tip:
         """Download the state, retrying until a peer serves it."""

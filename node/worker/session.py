@@ -22,6 +22,28 @@ from node.training.model import unit_elements
 from node.worker.checkpointing import CheckpointSource
 
 
+class StartingPoint:
+    """The state from which a node starts. Whoever uses it takes it, so that its tensors do not stay in memory."""
+
+    def __init__(self, tip: Tip | None, checkpoint: Checkpoint | None = None) -> None:
+        """`tip` is None for a node without a state: a relay, or a node that was paused before it had one.
+
+        `checkpoint` is the one that training resumes from; None if it starts from a downloaded state.
+        """
+        self._tip, self._checkpoint = tip, checkpoint
+        self.is_resumed = checkpoint is not None
+
+    @property
+    def tip(self) -> Tip | None:
+        return self._tip
+
+    def take(self) -> tuple[Tip | None, Checkpoint | None]:
+        """Return the tip and the checkpoint, once."""
+        taken = self._tip, self._checkpoint
+        self._tip = self._checkpoint = None
+        return taken
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """The run that a node is in, and the state from which it starts."""
@@ -31,10 +53,7 @@ class Session:
     swarm: SwarmThread
     store: CheckpointStore
     source: CheckpointSource
-    tip: Tip | None
-    """None for a node without a state, which is a relay or was paused before it had one."""
-    checkpoint: Checkpoint | None
-    """The checkpoint that training resumes from; None if it starts from a downloaded state."""
+    start: StartingPoint
     folder: Path
     """The data folder."""
 

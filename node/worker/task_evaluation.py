@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 NOTICE = "evaluate"
 SCORES_FILE = "scores.json"
 MOST_TASKS = 32
-"""Limit on the names of tasks that one process shows. At least half of the evaluators must state a task."""
+"""Limit on the names of tasks that one process shows. Those that most members state come first."""
 MOST_DIGESTS = 4096
 """States of this node's chain whose scores it believes."""
 
@@ -64,8 +64,8 @@ class TaskMedians:
         newest = max((one.round for one in known), default=-1)
         scores = [one.scores for one in known if one.round == newest]
         counts = Counter(name for one in scores for name in one)
-        names = [name for name, count in counts.items() if 2 * count >= len(scores)]
-        self._names += [name for name in sorted(names) if name not in self._names][: MOST_TASKS - len(self._names)]
+        names = sorted(counts, key=lambda name: (-counts[name], name))
+        self._names += [name for name in names if name not in self._names][: MOST_TASKS - len(self._names)]
         return tuple(
             TaskScore(name=name, score=statistics.median(values), round=newest, members=len(values))
             for name in sorted(set(names).intersection(self._names))
@@ -116,7 +116,8 @@ class TaskEvaluation:
             return
         view = self._view()
         self._newest_added = tip.head
-        evaluators = {row.peer_id for row in view.rows if row.evaluates}
+        credit = tip.state.credit  # A stranger's word does not count.
+        evaluators = {row.peer_id for row in view.rows if row.evaluates and row.peer_id in credit}
         if not is_drawn(tip.head, view.peer_id, evaluators, self._cfg.members):
             return
         try:

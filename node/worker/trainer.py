@@ -30,7 +30,7 @@ from node.swarm.consensus.commit import Committed
 from node.swarm.consensus.context import Rules, rules_after
 from node.swarm.messages import MOST_LOSS, RoundOutcome
 from node.training.algorithm import inner_learning_rate
-from node.training.checkpoint import Checkpoint
+from node.training.checkpoint import DISK_FULL, Checkpoint
 from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_checkpoint
 from node.worker.contribution import ContributionTracker, FragmentUpdate
 from node.worker.counters import WorkCounters
@@ -95,15 +95,16 @@ class Trainer:
         `exclusion` outlives this trainer, as a node may still be excluded after it rejoins. `check` raises StopAsked.
         `on_contribution_over` is called when the round of a contribution is committed, even if the round excludes it.
         """
-        assert session.tip is not None
-        self._session, self._terms, self._inner = session, session.terms_after(session.tip), inner
+        tip, checkpoint = session.start.take()
+        assert tip is not None
+        self._session, self._terms, self._inner = session, session.terms_after(tip), inner
         self._made_for = self._run
         """The settings at this trainer's start."""
         inner.use(self._run)
         self._reporter, self._counters = reporter, counters
         self._check, self._on_contribution_over = check, on_contribution_over
         self._duties = duties
-        self.tip: Tip = session.tip
+        self.tip: Tip = tip
         self._first_head = self.tip.head
         """The head at which this trainer began, or at which it has discarded its work after a rollback."""
         self._progress = Progress()
@@ -113,7 +114,7 @@ class Trainer:
         self._resets = 0
         self._last_step: tuple[float, float] | None = None
         """(loss, learning rate) of the newest inner step."""
-        fragments, saved = self._run.sync.fragment_count, self._usable_checkpoint()
+        fragments, saved = self._run.sync.fragment_count, self._usable(checkpoint)
         self._contributions = ContributionTracker(fragments, saved.extra.get("owed", ()) if saved else ())
         self._encoder = Encoder(self._rules.layouts, self._run.sync, saved.optimizer if saved else {})
         self._evaluation = Evaluation(self._run.evaluation, inner)
@@ -125,20 +126,22 @@ class Trainer:
         self._credit_file = CreditFile(session.folder, session.manifest)
         self._faults = StepFaults(session.swarm.faults, lambda: session.swarm.view.peer_id, lambda: self.tip)
         self._begin(saved)
-        self._resumed_at = self._position if saved is not None else None
-        """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
         self._report_position()
 
-    def _usable_checkpoint(self) -> Checkpoint | None:
-        """The session's checkpoint, as far as it fits the settings; None without one."""
-        if self._session.checkpoint is None:
+    def _usable(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """A checkpoint as far as it fits the settings; None without one."""
+        if checkpoint is None:
             return None
-        saved, discarded = _fitting(self._session.checkpoint, self._run)
+        saved, discarded = _fitting(checkpoint, self._run)
         self._counters.totals.tokens_discarded += discarded
         return saved
 
     def _begin(self, saved: Checkpoint | None) -> None:
         """Load the parameters and open the text."""
+        self._resumed_at = self._position if saved is not None else None
+        """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
+        self._saved_at: tuple[str, int] | None = None
+        """The position of the newest checkpoint of this trainer; None if there is none, or the disk was too full."""
         if saved is None:
             self._inner.start(self.tip.state.anchor)
             self._start_text()
@@ -327,11 +330,29 @@ class Trainer:
 
     def attend(self) -> None:
         """Check background work, start a checkpoint that is due, report, and obey orders. Called between two steps."""
-        self._checkpointer.check()
+        self._check_checkpoint()
         self._encoder.check()
         if not self._checkpointer.is_busy and self._schedule.is_due(self._checkpointer.save_s):
-            self._begin_checkpoint()
+            if self._position != self._saved_at:
+                self._begin_checkpoint()
+            else:
+                self._schedule.taken(self.tip.round)
         self._report_and_check()
+
+    def _check_checkpoint(self) -> None:
+        """Tell the owner if the disk was too full for the newest checkpoint. Training goes on until the next one.
+
+        Raises the other errors of the checkpoint.
+        """
+        try:
+            if self._checkpointer.check():
+                self._reporter.notice(DISK_FULL, "")
+        except MachineError as exc:
+            if exc.code != DISK_FULL:
+                raise
+            self._saved_at = None
+            logger.warning("%s", exc)
+            self._reporter.notice(DISK_FULL, str(exc))
 
     def _report_and_check(self) -> None:
         self._reporter.tell()
@@ -385,9 +406,8 @@ class Trainer:
         with self._counters.doing(Activity.SYNC_WAIT):
             while self.tip.head == head:
                 self._process_mail(POLL_S, blocked_since=began_at)
-                self._encoder.check()
                 self._reporter.enter_waiting(self._session.swarm.view, self.tip.round + 1)
-                self._report_and_check()
+                self.attend()
         self._is_settling = True
 
     def wait_for_amendment(self) -> None:
@@ -475,6 +495,7 @@ class Trainer:
     def _apply_paused(self, committed: Committed) -> None:
         """Record a round of a paused run, which has no contribution and changes no parameter."""
         self._round_log.round_over(replace(committed, mean_norm=None), blocked_s=0.0, apply_s=0.0, step_s=None)
+        self._report_position()
         if self._has_caught_up:
             self._schedule.round_over(self.tip.round)
         self._follow_amendments(committed.outcome)
@@ -566,6 +587,7 @@ class Trainer:
         with self._counters.doing(Activity.CHECKPOINT):
             self._session.store.needed = self._needed_rounds()
             self._checkpointer.begin(self._checkpoint(), self.tip)
+            self._saved_at = self._position
         self._schedule.taken(self.tip.round)
 
     def _checkpoint(self) -> Checkpoint:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from node.training.pretrained import MODEL_TYPES
+
 ROOT = Path(__file__).parents[2]
 SLIM = runpy.run_path(str(ROOT / "docker" / "slim.py"))
 EXTRAS = {
@@ -40,7 +42,8 @@ def make_environment(root: Path, *files: str) -> Path:
 
 def test_build_removes_model_code_but_keeps_tokenizers_and_configurations(tmp_path: Path) -> None:
     models = "transformers/models"
-    kept = [f"{models}/__init__.py", f"{models}/llama/modeling_llama.py", f"{models}/auto/modeling_auto.py"]
+    kept = [f"{models}/__init__.py", f"{models}/auto/modeling_auto.py"]
+    kept += [f"{models}/{name}/modeling_{name}.py" for name in MODEL_TYPES]
     kept += [
         f"{models}/gpt2/__init__.py",
         f"{models}/gpt2/configuration_gpt2.py",
@@ -99,3 +102,7 @@ def test_modules_that_the_build_compiles_are_in_packages_that_the_image_has() ->
     named = {name.partition(".")[0] for name in (*warm_up["MODULES"], *warm_up["DATASETS"])}
     homes = packages_distributions()
     assert {name for name in named if not {home.lower().replace("_", "-") for home in homes[name]} & locked} == set()
+
+
+def test_build_tries_each_type_of_model_that_a_run_may_have() -> None:
+    assert runpy.run_path(str(ROOT / "docker" / "warm_up.py"))["MODEL_TYPES"] == MODEL_TYPES

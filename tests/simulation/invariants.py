@@ -107,6 +107,11 @@ class Invariants:
     def _violate(self, text: str) -> None:
         self._violations.append(f"{self._clock():.2f} s: {text}")
 
+    def failed(self, node: SimulatedNode, error: Exception) -> None:
+        """The process of a node has ended by an error."""
+        if not node.hostility:
+            self._violate(f"n{node.number} has ended by an error: {error!r}")
+
     def adopted(self, node: SimulatedNode, committed: Committed) -> None:
         """Check the new tip of an honest node."""
         tip = committed.tip

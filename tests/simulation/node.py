@@ -177,6 +177,7 @@ class SimulatedNode:
         self.on_replayed: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
         self.on_offered: Callable[[SimulatedNode, Tip], None] = lambda _node, _tip: None
         self.on_downloaded: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
+        self.on_failed: Callable[[SimulatedNode, Exception], None] = lambda _node, _error: None
 
     @property
     def tip(self) -> Tip:
@@ -205,7 +206,15 @@ class SimulatedNode:
         assert self.life.is_dead
         self.lives += 1
         life = self.life = Life(self.peer_id)
-        self.network.loop.call_soon(lambda: asyncio.ensure_future(self._live(life)), context=life.context)
+        self.network.loop.call_soon(lambda: asyncio.ensure_future(self._watch(life)), context=life.context)
+
+    async def _watch(self, life: Life) -> None:
+        """Run a process, which must not end by itself."""
+        try:
+            await self._live(life)
+        except Exception as exc:  # noqa: BLE001 - any error is a violation
+            if self.network.loop.is_running():  # Otherwise the simulation is over.
+                self.on_failed(self, exc)
 
     def crash(self, *, loses_power: bool = False) -> None:
         self.network.crash(self.life, loses_power=loses_power)
@@ -261,8 +270,7 @@ class SimulatedNode:
         while self.lives == 1 and len(self.peer_table.members()) < self.habits.founders:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(LOOK_S)
         tasks.append(asyncio.ensure_future(self._train()))
-        for task in tasks:
-            await task
+        await asyncio.gather(*tasks)
 
     def send_later(self, receiver: str, verb: str, message: Message) -> None:
         """Send an additional message, as a hostile node does."""

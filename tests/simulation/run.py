@@ -136,7 +136,7 @@ class World:
         self.network.on_request = self.invariants.requested
         for node in self.nodes:
             node.on_replayed, node.on_downloaded = self.invariants.replayed, self.invariants.downloaded
-            node.contributed = self.invariants.contributed
+            node.contributed, node.on_failed = self.invariants.contributed, self.invariants.failed
         self.nodes[-1].hostility = scenario.hostile
 
     def _on_adopted(self, node: SimulatedNode, committed: Committed) -> None:

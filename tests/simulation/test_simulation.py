@@ -47,6 +47,7 @@ def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
         pytest.param(20063164, id="a leader made two plans in one attempt"),
         pytest.param(90000373, id="a founder that lost a fork waited for a newer state than the others had"),
         pytest.param(320000745, id="a hostile member made each of two others leave their chain while the other did"),
+        pytest.param(380031678, id="a node that was no member looked for a later attempt"),
         pytest.param(330002150, id="a leader waited for members that had gone to a later attempt"),
         pytest.param(91051677, id="a node that was away waited for a state that a hostile member only claimed to have"),
         pytest.param(20067418, id="a lone voter came back to a round and committed another result"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
-from node.swarm.consensus.ballot import MAX_AHEAD, Ballot
+from node.swarm.consensus.ballot import MAX_AHEAD, Ballot, later_attempt, most_wrong
 from node.swarm.consensus.quorum import Electorate
 
 
@@ -97,6 +97,12 @@ def test_members_that_have_not_heard_of_the_last_commit_count_as_present_for_som
     assert number_after((7, -1, -1), range(4), age_s=60.0) == 7, (
         "they are behind, so there is no quorum without member 1"
     )
+
+
+def test_a_node_that_is_no_member_itself_may_look_up_later_attempts() -> None:
+    """A node that replaces its state is none, and there may be no other."""
+    assert most_wrong(0) == most_wrong(1) == 0
+    assert later_attempt(0, {"me": 0}, {"me"}, most_wrong(0), lambda _: True) is None
 
 
 def test_only_members_wait_for_a_later_attempt() -> None:

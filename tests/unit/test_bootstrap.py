@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,9 +17,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from node.config.schema import Config
+from node.errors import MachineError
 from node.status import Phase, RunInfo
+from node.training.checkpoint import DISK_FULL
+from node.training.hub import NO_ANSWER
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker_protocol import Start, Stop
 
@@ -26,10 +31,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.member import MemberSnapshot
     from node.swarm.state_sync.catch_up import ResyncCause
-    from node.worker import orders
-    from node.worker.bootstrap import Worker
+    from node.training.device import ComputeDevice
+    from node.worker import bootstrap, orders
+    from node.worker.bootstrap import Worker, lost_gpu
     from node.worker.reporter import Reporter
-    from node.worker.session import Session
+    from node.worker.session import Session, StartingPoint
 
 
 @pytest.fixture
@@ -146,12 +152,11 @@ def test_a_resync_marks_rounds_and_checkpoints_of_the_lost_chain_only_if_there_i
         swarm=noted,
         store=noted,
         source=nothing,
-        tip=nothing,
-        checkpoint=nothing,
+        start=StartingPoint(nothing),
         folder=nothing,
     )
     after, is_downloaded = worker._resync(session, ResyncCause("a test", "fork"))
-    assert (after.tip, after.checkpoint, is_downloaded) == (served or "the present tip", None, is_served)
+    assert (after.start.take(), is_downloaded) == ((served or "the present tip", None), is_served)
     marks = ["restart", "set rounds aside", "put checkpoints aside"]
     assert noted.steps == (marks if is_served else ["go on after a test"])
 
@@ -196,3 +201,85 @@ def test_owner_of_an_unreachable_relay_is_notified(worker: Worker, monkeypatch: 
         monkeypatch.setattr(Reporter, "view", view)
         worker._update_reachability_notice()
     assert notices == [("relay_closed", "Publish the port."), ("relay_closed", "")]
+
+
+def test_node_that_has_trained_waits_while_another_program_has_the_memory(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first start ends, so that the owner sees at once that the run is too large."""
+    tries: list[int] = []
+    waits: list[tuple[str, float]] = []
+
+    def check(*_: object) -> None:
+        tries.append(1)
+        if len(tries) < 4:
+            raise MachineError("This run needs 9 GB of GPU memory here.", code="does_not_fit")
+
+    worker._device = ComputeDevice(torch.device("cpu"), "fp32", "cpu")
+    monkeypatch.setattr(bootstrap, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(bootstrap, "check_fit", check)
+    monkeypatch.setattr(worker._waiter, "sleep", lambda s: waits.append((worker._reporter.state.reason, s)))
+    run = worker._config.run
+    with pytest.raises(MachineError):
+        worker._check_fit(run)
+    (worker._config.node.data_dir / "checkpoints/round-00000003").mkdir(parents=True)
+    worker._check_fit(run)
+    assert waits == [("This run needs 9 GB of GPU memory here. The node tries again.", s) for s in (5.0, 10.0)]
+
+
+def test_node_waits_for_a_hub_that_does_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[Any] = [MachineError("no network.", code=NO_ANSWER)] * 8 + ["the inputs"]
+    waits: list[float] = []
+
+    def load(_run: Any) -> None:
+        loading: Future[Any] = Future()
+        outcome = outcomes.pop(0)
+        loading.set_exception(outcome) if isinstance(outcome, Exception) else loading.set_result(outcome)
+        worker._loading, worker._loading_for = loading, worker._config.run
+
+    monkeypatch.setattr(worker, "_start_loading", load)
+    monkeypatch.setattr(worker._waiter, "sleep", waits.append)
+    found: Any = worker._loaded_inputs(worker._config.run)
+    assert found == "the inputs" and waits == [5, 10, 20, 40, 80, 160, 300, 300]
+    outcomes.append(MachineError("there is no such data set.", code="no_data"))
+    with pytest.raises(MachineError, match="no such data set"):
+        worker._loaded_inputs(worker._config.run)
+
+
+def test_pause_takes_place_although_the_disk_is_too_full_to_save(worker: Worker) -> None:
+    class Full:
+        def save(self) -> None:
+            raise MachineError("The disk is full.", code=DISK_FULL)
+
+    trainer: Any = Full()
+    worker._link.stop = Stop(how="pause")
+    worker._save_at_stop(trainer)
+    worker._link.stop = Stop(how="leave")
+    with pytest.raises(MachineError):
+        worker._save_at_stop(trainer)
+
+
+def test_owner_is_told_that_the_gpu_is_gone(tmp_path: Path) -> None:
+    config = Config.model_validate({"node": {"data_dir": str(tmp_path)}})
+    cpu, gpu = (ComputeDevice(torch.device(kind), "fp32", kind) for kind in ("cpu", "cuda"))
+    assert lost_gpu(config, cpu) == ""
+    assert lost_gpu(config, gpu) == ""
+    assert "The GPU (cuda) of earlier starts is not there" in lost_gpu(config, cpu)
+    (tmp_path / bootstrap.DEVICE_FILE).unlink()
+    assert lost_gpu(config, cpu) == ""
+    chosen = Config.model_validate({"node": {"data_dir": str(tmp_path)}, "devices": {"device": "cpu"}})
+    lost_gpu(config, gpu)
+    assert lost_gpu(chosen, cpu) == "", "the owner has chosen it"
+
+
+def test_a_starting_point_keeps_no_tensors_after_it_is_taken() -> None:
+    class State:
+        pass
+
+    tip: Any = State()
+    checkpoint: Any = State()
+    alive = weakref.ref(tip), weakref.ref(checkpoint)
+    start = StartingPoint(tip, checkpoint)
+    assert start.take() == (tip, checkpoint) and start.is_resumed
+    del tip, checkpoint
+    assert [one() for one in alive] == [None, None] and start.tip is None

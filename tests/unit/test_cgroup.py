@@ -15,6 +15,7 @@ from node.host import cores, memory
 from node.host.cgroup import MemoryLimit, memory_limit, quota_cores
 from node.host.memory import WORKER_BYTES, available_memory_bytes, memory_size_bytes, worker_lack
 from node.status import Status
+from node.training import fit
 from node.training.device import choose_device
 from node.training.fit import check_fit
 
@@ -125,6 +126,7 @@ def test_free_memory_is_the_smaller_of_machine_and_limit(monkeypatch: pytest.Mon
 
 def test_refusal_of_a_run_names_the_limit_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "memory_limit", lambda: SMALL)
+    monkeypatch.setattr(fit, "own_memory_bytes", lambda: 0)
     config = Config(node=NodeConfig(data_dir=tmp_path))
     message = r"needs [\d.]+ GB of memory here, and 0\.0336 GB are free: raise the memory limit .* 0\.537 GB \(mem"
     with pytest.raises(MachineError, match=message) as caught:

@@ -158,3 +158,12 @@ def test_a_checkpoint_is_wanted_after_a_minute_or_four_rounds() -> None:
     assert not schedule.is_wanted
     schedule.round_over(9)
     assert schedule.is_wanted
+
+
+def test_the_end_of_a_checkpoint_is_reported_once(checkpointer: Checkpointer, store: SlowStore) -> None:
+    assert not checkpointer.check()
+    checkpointer.begin(CHECKPOINT, TIP)
+    store.may_write.set()
+    while not (ended := checkpointer.check()):
+        time.sleep(0.01)
+    assert ended and not checkpointer.check()

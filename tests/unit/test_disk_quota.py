@@ -157,3 +157,25 @@ def test_concurrent_writers_never_exceed_the_disk_quota(tmp_path: Path) -> None:
     over.set()
     watch.join(10)
     assert 10 * MB < most[0] <= 30 * MB
+
+
+def test_a_copy_of_a_checkpoint_does_not_stop_the_quota(folder: Folder) -> None:
+    (folder.path / "checkpoints" / "round-00000003.bak").mkdir()
+    folder.put("checkpoints/round-00000003.bak/meta.json", 0.0)
+    folder.quota(60).enforce()
+    assert folder.quota(60).least_bytes() > 10 * MB
+
+
+def test_states_that_several_folders_share_count_once_and_are_freed_with_the_last(folder: Folder) -> None:
+    for number, age_s in ((2, 25), (3, 15)):
+        waiting = folder.path / f"publish/round-{number:08d}-ab/outer.safetensors"
+        waiting.parent.mkdir(parents=True)
+        os.link(folder.path / f"checkpoints/round-{number:08d}/outer.safetensors", waiting)
+        os.utime(waiting.parent, (1e9 - age_s, 1e9 - age_s))
+    assert folder.quota(0).used_bytes() == 30.001 * MB
+    with folder.quota(30.1 + RESERVE_BYTES / MB).room(20 * MB):
+        pass
+    assert folder.quota(0).used_bytes() <= 10.1 * MB
+    left = {name for name in folder.names if name.startswith(("publish", "checkpoints"))}
+    newest = "publish/round-00000003-ab/outer.safetensors", "checkpoints/round-00000003/outer.safetensors"
+    assert left == set(newest), "the newest round that waits stays, and shares the newest checkpoint"

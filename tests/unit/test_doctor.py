@@ -135,6 +135,7 @@ def test_doctor_names_the_limits_of_its_container(doctor: Doctor, monkeypatch: p
     for module in (doctor_module, memory):
         monkeypatch.setattr(module, "memory_limit", lambda: limit)
     monkeypatch.setattr(doctor_module, "quota_cores", lambda: 2)
+    monkeypatch.setattr("node.training.fit.own_memory_bytes", lambda: 0)
     code, lines = doctor()
     container, processor = lines_with(lines, "The container or service limits")
     assert container.startswith("ok") and "memory to 0.537 GB (memory.limit_in_bytes)" in container

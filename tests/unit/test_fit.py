@@ -173,7 +173,11 @@ def test_refusal_of_a_run_names_the_needed_and_the_free_memory(tmp_path: Path, m
     check_fit(run, config, CPU_DEVICE)
     needs = estimate_requirements(run, config, "fp32")
     free_bytes = needs.host_bytes + needs.device_bytes + 0.9 * needs.row_bytes
-    monkeypatch.setattr(fit, "available_memory_bytes", lambda: free_bytes)
+    own_bytes = int(0.3 * free_bytes)
+    monkeypatch.setattr(fit, "own_memory_bytes", lambda: own_bytes)
+    monkeypatch.setattr(fit, "available_memory_bytes", lambda: needs.host_bytes + needs.device_bytes + needs.row_bytes)
+    check_fit(run, config, CPU_DEVICE)
+    monkeypatch.setattr(fit, "available_memory_bytes", lambda: free_bytes - own_bytes)
     message = r"needs [\d.]+ GB of memory here, and [\d.]+ GB are free: end what"
     with pytest.raises(MachineError, match=message) as caught:
         check_fit(run, config, CPU_DEVICE)
@@ -211,9 +215,20 @@ def test_micro_batch_on_a_cpu_is_chosen_to_fit_into_memory(
     assert choose_execution(model, run, CPU_DEVICE, DevicesConfig(micro_batch=3)).micro_batch == 3
 
 
-def test_loss_over_a_large_vocabulary_is_computed_in_chunks() -> None:
+def test_pass_on_a_cpu_is_short_enough_for_the_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, devices = run_of(), DevicesConfig()
+    model = build_model(run.model, seed=0)
+    assert run.inner.batch_size >= 4
+    for row_s, expected in ((fit.MOST_PASS_S / 2.5, 2), (fit.MOST_PASS_S * 3, 1), (1e-6, run.inner.batch_size)):
+        monkeypatch.setattr(fit, "_measure_pass_s", lambda *_, row_s=row_s: row_s)
+        assert choose_execution(model, run, CPU_DEVICE, devices).micro_batch == expected
+
+
+def test_loss_over_a_large_vocabulary_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = run_of(), run_of(vocab_size=50_000, length=2048)
     assert not choose_execution(build_model(small.model, seed=0), small, CPU_DEVICE, DevicesConfig()).chunked_loss
+    monkeypatch.setattr(fit, "_measure_pass_s", lambda *_: 0.1)
+    monkeypatch.setattr(fit, "InnerLoop", lambda *_: None)  # It cannot take a model without data.
     with torch.device("meta"):
         model = build_model(large.model, seed=0)
     assert choose_execution(model, large, CPU_DEVICE, DevicesConfig()).chunked_loss

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from node.daemon import host_sensors
-from node.daemon.host_sensors import idle_seconds, is_wsl, parse_hid_idle
+from node.daemon.host_sensors import idle_seconds, is_wsl, linux_on_battery, parse_hid_idle
 
 IOREG = """
     | |   "HIDParameters" = {"HIDIdleTimeout"=1}
@@ -50,3 +51,27 @@ def test_wsl_is_known_by_its_kernel_and_does_not_see_the_user(
     monkeypatch.setattr(platform, "release", lambda: release)
     assert is_wsl() is expected
     assert (idle_seconds()[1] == "WSL2 does not see who uses Windows") is expected
+
+
+def supply(folder: Path, name: str, **files: str) -> None:
+    (folder / name).mkdir()
+    for file, text in files.items():
+        (folder / name / file).write_text(text + "\n")
+
+
+def test_battery_of_a_mouse_is_not_that_of_the_machine(tmp_path: Path) -> None:
+    assert linux_on_battery(tmp_path / "none") is None
+    supply(tmp_path, "hidpp_battery_0", type="Battery", scope="Device", status="Discharging")
+    assert linux_on_battery(tmp_path) is None
+    supply(tmp_path, "BAT0", type="Battery", status="Discharging")
+    assert linux_on_battery(tmp_path) is True
+    supply(tmp_path, "AC", type="Mains", online="0")
+    assert linux_on_battery(tmp_path) is True
+    (tmp_path / "AC" / "online").write_text("1\n")
+    assert linux_on_battery(tmp_path) is False
+
+
+@pytest.mark.parametrize(("status", "expected"), [("Charging", False), ("Full", False), ("Discharging", True)])
+def test_machine_without_a_known_charger_is_judged_by_its_battery(tmp_path: Path, status: str, expected: bool) -> None:
+    supply(tmp_path, "BAT1", type="Battery", scope="System", status=status)
+    assert linux_on_battery(tmp_path) is expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from node.config.manifest import RunConfig, parse_source
@@ -56,4 +58,9 @@ def test_errors_of_hub_libraries_are_translated_into_errors_with_a_remedy(
 
 def test_unreachable_hub_is_distinguished_from_a_missing_name() -> None:
     assert "cannot be reached" in str(hub.hub_error("X", ConnectionRefusedError("refused")))
+    assert hub.hub_error("X", ConnectionRefusedError("refused")).code == hub.NO_ANSWER
     assert "is not available" in str(hub.hub_error("X", FileNotFoundError("gone")))
+    for status, code in ((429, hub.NO_ANSWER), (503, hub.NO_ANSWER), (404, "no_data"), (401, "no_data")):
+        error = OSError("the hub refuses")
+        error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+        assert hub.hub_error("X", error).code == code

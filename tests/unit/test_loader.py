@@ -311,3 +311,14 @@ def test_phases_come_from_tables_of_a_file_or_from_json_on_the_command_line(tmp_
 def test_false_phases_are_refused_with_the_place_of_the_fault(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(file=None, environ={}, flags=["--run.phases", text])
+
+
+def test_variables_of_services_that_kubernetes_and_docker_add_are_ignored() -> None:
+    added = {
+        "DILOCO_SERVICE_HOST": "10.0.0.7", "DILOCO_SERVICE_PORT": "31337", "DILOCO_SERVICE_PORT_P2P": "31337",
+        "DILOCO_PORT": "tcp://10.0.0.7:31337", "DILOCO_PORT_31337_TCP": "tcp://10.0.0.7:31337",
+        "DILOCO_PORT_31337_TCP_PROTO": "tcp", "DILOCO_NODE_SERVICE_HOST": "10.0.0.8",
+        "DILOCO_NODE_PORT_8080_TCP_ADDR": "10.0.0.8",
+    }  # fmt: skip
+    assert loaded(environ=added) == loaded()
+    assert "DILOCO_PORT" in error(environ={"DILOCO_PORT": "8080"}), "a mistake is named as before"

@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from node.daemon.month_meter import CORE_WATTS, FILE, GAP_S, GPU_WATTS, MonthMeter
+from node.daemon.month_meter import CORE_WATTS, FILE, GAP_S, GPU_WATTS, MOST_MONTHS, MonthFile, MonthMeter
 from node.host.power_meter import processor_joules
 from node.status import Activity, Channel, Counters, DeviceInfo, Phase, PhaseState, Report
 
@@ -140,3 +140,31 @@ def test_processor_meter_adds_its_packages_and_needs_permission(tmp_path: Path) 
     assert processor_joules(tmp_path) == 5.0
     (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
     assert processor_joules(tmp_path) is None
+
+
+def test_wrong_clock_at_a_start_does_not_erase_the_month(machine: Machine) -> None:
+    for _ in range(2):
+        machine.report(sent=100)
+    machine.meter.store()
+    right = machine.now
+    for wrong in (datetime(2000, 1, 1, tzinfo=UTC), datetime(2031, 5, 5, tzinfo=UTC)):
+        machine.now = wrong
+        machine.meter = machine.start(known=machine.counters)
+        assert machine.meter.usage.sent_bytes == 0
+        machine.report(sent=1)
+        machine.meter.store()
+    machine.now = right
+    assert machine.meter.usage.sent_bytes == 100, "the clock was set while the node ran"
+    machine.meter = machine.start(known=machine.counters)
+    assert machine.meter.usage.sent_bytes == 100
+    machine.report(sent=7)
+    assert machine.meter.usage.sent_bytes == 107
+
+
+def test_file_keeps_a_year_of_months(machine: Machine) -> None:
+    for month in range(30):
+        machine.now = datetime(2026 + month // 12, 1 + month % 12, 3, tzinfo=UTC)
+        machine.report(sent=1)
+        machine.meter.store()
+    kept = MonthFile.model_validate_json((machine.folder / FILE).read_bytes()).months
+    assert len(kept) == MOST_MONTHS and kept[-1].month == "2028-06"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from dataclasses import asdict
@@ -115,8 +116,13 @@ def test_profile_gets_a_higher_number_even_if_the_clock_was_set_back(
     ],
 )
 def test_bad_use_is_refused_in_one_sentence(
-    laptop: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    laptop: Path,
+    words: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     assert run(laptop, *words) == 2
     assert message in capsys.readouterr().err
     assert not (laptop / OWN_PROFILE_FILE).exists()

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from node.errors import PeerError
-from node.status import Phase, TaskScores
+from node.status import Phase, Report, TaskScores
 from node.swarm.identity import Identity, new_identity, verify
 from node.swarm.membership import peer_table
 from node.swarm.membership.gossip import MAX_REQUEST_BYTES, Gossip
@@ -20,6 +20,7 @@ from node.swarm.membership.peer_table import (
     GOSSIP_AGE_S,
     MAX_KNOWN,
     MAX_RECORD_BYTES,
+    MAX_ROWS,
     MEMBER_PHASES,
     PeerRecord,
     PeerTable,
@@ -28,6 +29,7 @@ from node.swarm.membership.peer_table import (
 )
 from node.swarm.membership.timings import MemberTimings
 from node.swarm.transport.wire import MAX_BLOBS, MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, pack_header, unpack_header
+from node.worker_protocol import MAX_LINE_BYTES, StatusReport, encode
 from tests.in_process import InProcessNetwork, InProcessWire
 
 RUN = "ab" * 32
@@ -525,3 +527,16 @@ def test_peer_that_said_goodbye_differs_from_one_that_fell_silent(table: PeerTab
     assert table.left() == [YOU.peer_id]
     clock.now_s += peer_table.LEFT_S
     assert table.left() == []
+
+
+def test_rows_of_many_strangers_do_not_make_the_workers_report_too_long(table: PeerTable) -> None:
+    scores = TaskScores(round=1, state_digest="ab" * 32, scores={f"{i:02d}" + "x" * 62: 0.123456789 for i in range(16)})
+    wide: dict[str, Any] = {"name": "\U0001f600" * 64, "version": "\U0001f600" * 40, "evaluation": scores}
+    members = [signed(new_identity(), name="member") for _ in range(5)]
+    strangers = [signed(new_identity(), phase=Phase.STARTING, **wide) for _ in range(MAX_ROWS + 50)]
+    table.merge([*strangers, *members])
+    assert len(table.live()) == MAX_ROWS + 56
+    rows = table.rows()
+    assert len(rows) == MAX_ROWS and rows[0].this_node
+    assert {row.name for row in rows[1:6]} == {"member"}
+    assert len(encode(StatusReport(report=Report(swarm=tuple(rows)), last_round=0))) < MAX_LINE_BYTES

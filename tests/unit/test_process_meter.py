@@ -72,3 +72,14 @@ def test_without_a_worker_all_children_are_others() -> None:
         assert meter.usage.memory_bytes["other"] > 0
         assert meter.usage.memory_bytes["worker"] == meter.usage.memory_bytes["rank"] == 0
         child.kill()
+
+
+def test_change_of_the_clock_counts_no_processor_time_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = ProcessMeter(lambda: None)
+    meter.sample()
+    before_s = meter.usage.cpu_seconds["supervisor"]
+    assert before_s > 0.2
+    created_s = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created_s(self) + 3600)
+    meter.sample()
+    assert meter.usage.cpu_seconds["supervisor"] < before_s + 0.2

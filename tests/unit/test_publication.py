@@ -36,7 +36,7 @@ from node.publication.stores import (
 )
 from node.publication.waiting_rounds import MOST_WAITING, WaitingRounds
 from node.status import PublicationInfo
-from node.training.checkpoint import CheckpointStore, read_outer
+from node.training.checkpoint import DAMAGED, CheckpointStore, read_outer
 from node.worker_protocol import FoundFrom
 from tests.publish_hub import PublishHub, Repository
 from tests.unit.data_folder import make_data_folder
@@ -47,11 +47,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.chain.chain import Tip
     from node.swarm.governance.charter import Charter
+    from node.swarm.identity import new_identity
     from node.swarm.member import MemberSnapshot
+    from node.swarm.messages import Proof
     from node.worker.continued_run import continued_run
     from node.worker.duty_process import DutyProcess
     from node.worker.publisher import FOLDER, PublisherStart, make_publisher, publish_command, read_token
-    from node.worker.publishing import Publishing, rank_of
+    from node.worker.publishing import MOST_RANK, Publishing, rank_of
 
 TOKEN = "hf_secret_of_this_test"
 PEER = "12D3KooWexampleexample"
@@ -398,7 +400,7 @@ def test_a_token_that_may_not_write_is_named_by_its_place_and_not_shown(hub: Pub
     store = open_store(parse_publish_address("hub:ada/tiny"), token="hf_wrong_secret")
     with pytest.raises(MachineError, match=r"HF_TOKEN or publish\.token_file") as caught:
         store.put(ONE, make_folder(tmp_path / "one", "one"))
-    assert caught.value.code == "no_place" and "hf_wrong_secret" not in str(caught.value)
+    assert caught.value.exit_code == 3 and "hf_wrong_secret" not in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_written_is_a_failure_with_the_remedy(tmp_path: Path) -> None:
@@ -506,7 +508,7 @@ def test_a_place_that_fails_is_tried_again_ever_more_rarely(scene: Scene) -> Non
 def test_what_cannot_be_written_is_given_up_and_the_next_round_follows(scene: Scene) -> None:
     scene.rounds.add(Outer(), 3, "ab" * 32, 0)
     scene.rounds.add(Outer(), 7, "cd" * 32, 0)
-    scene.store.problems = [MachineError("The outer state is damaged: remove it.", code="disk")]
+    scene.store.problems = [MachineError("The outer state is damaged: remove it.", code=DAMAGED)]
     scene.publisher.run()
     assert scene.results == [("given_up", 3), ("published", 7)] and scene.rounds.all() == []
 
@@ -839,7 +841,11 @@ def is_last(tip: Tip) -> bool:
 
 def tip_of(round_: int, tokens: int) -> Any:
     return SimpleNamespace(
-        proof="x", head="ab" * 32, round=round_, digest="", state=SimpleNamespace(tokens=tokens, amendments=b"")
+        proof="x",
+        head="ab" * 32,
+        round=round_,
+        digest="",
+        state=SimpleNamespace(tokens=tokens, amendments=b"", credit=()),
     )
 
 
@@ -876,6 +882,11 @@ def test_what_the_process_says_is_reported(publishing: tuple[Publishing, FakeRep
     made.attend()
     assert (reporter.publication.round, reporter.publication.revision, reporter.publication.problem) == (4, ONE, "")
     assert reporter.notices[-1] == "" and counters.totals.publications == {"failed": 1, "published": 1}
+    given_up = PublishEvent(result="given_up", round=5, revision=ONE, reason="it waited for too long.")
+    process.on_line(given_up.model_dump_json())
+    made.attend()
+    assert reporter.notices[-1] == "Round 5 is not published by this node: it waited for too long."
+    assert reporter.publication.problem == reporter.notices[-1] and reporter.publication.round == 4
     process.on_failure("the process has no memory")
     process.on_line("no JSON")
     made.attend()
@@ -897,3 +908,41 @@ def test_a_saved_round_that_is_due_waits_for_its_turn(publishing: tuple[Publishi
     tip.head, tip.proof = "cd" * 32, None
     made.saved(tip)
     assert made._rounds.all() == [], "the state that a run was founded from is published already"
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "chat_template.jinja", "modeling_evil.py", "more/model.bin"])
+def test_a_publication_with_an_added_file_is_not_valid(published: Path, tmp_path: Path, name: str) -> None:
+    (published / ".gitattributes").write_text("x")
+    verify_model_folder(published, tmp_path / "cache")
+    (published / name).parent.mkdir(exist_ok=True)
+    (published / name).write_text("{}")
+    with pytest.raises(UsageError, match=f"{name.split('/')[0]} was added"):
+        verify_model_folder(published, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": '{"anything":"at all"}'}, "is forged"),
+        ({"signature": "00" * 64}, "is forged"),
+    ],
+)
+def test_a_publication_with_a_forged_certificate_is_not_valid(
+    published: Path, tmp_path: Path, change: dict[str, str], message: str
+) -> None:
+    from node.publication.model_folder import CERTIFICATE_FILE, hash_of
+
+    outcome = {"signer": new_identity().peer_id, "text": "{}", "signature": "00" * 64} | change
+    proof = {"outcome": outcome, "group": [new_identity().peer_id], "attempt": 0, "accepts": {}, "hashes": ""}
+    (published / CERTIFICATE_FILE).write_text(json.dumps(proof))
+    record = json.loads((published / RECORD_FILE).read_bytes())
+    record["files"][CERTIFICATE_FILE] = hash_of(published / CERTIFICATE_FILE)
+    record["head"] = Proof.model_validate(proof).outcome.hash
+    (published / RECORD_FILE).write_text(json.dumps(record))
+    with pytest.raises(UsageError, match=message):
+        verify_model_folder(published, tmp_path / "cache")
+
+
+def test_false_publishers_delay_a_round_by_a_few_turns_only() -> None:
+    strangers = {new_identity().peer_id for _ in range(100)}
+    assert rank_of("ab" * 32, "me", strangers) <= MOST_RANK

@@ -219,7 +219,10 @@ def test_two_of_three_keys_sign_a_file(
     assert steer(folders[0], "submit", str(file)) == 2
     assert "1 of the 2 signatures" in capsys.readouterr().err
     assert steer(folders[2], "sign", str(file)) == 0
-    assert capsys.readouterr().out == f"Signed amendment 1: inner.lr = 0.5, from round {LAST + 4}.\n"
+    said = f"Signed amendment 1: inner.lr = 0.5, from round {LAST + 4}, with the key {keys[2]}.\n"
+    assert capsys.readouterr().out == said
+    stranger = folder_of(tmp_path, "stranger")
+    assert steer(stranger, "sign", str(file)) == 0, "the right ones stay valid"
     assert steer(folders[1], "submit", str(file)) == 0
     assert node.changes == [("inner.lr = 0.5", LAST + 4)]
     file.write_text("{}")
@@ -239,3 +242,13 @@ def test_founder_goes_back_to_a_checkpoint_of_its_node(
     assert steer(home, "rollback", "12") == 0
     assert node.changes == [("rollback to round 12", LAST + 4)]
     assert decode_list(node.accepted)[0].signed.amendment.state == "ef" * 32
+
+
+def test_an_early_round_is_chosen_by_this_nodes_own_round(
+    node: Node, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round that members claim may be false, so it only decides the round that is chosen for the founder."""
+    monkeypatch.setattr(node, "status", lambda: {"run": {"swarm_round": 5_000_000}})
+    assert steer(home, "pause", "--from-round", str(LAST + 3)) == 0
+    assert node.changes == [("pause", LAST + 3)]
+    assert steer(home, "resume", "--from-round", str(LAST + 1)) == 2

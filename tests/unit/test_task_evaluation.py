@@ -8,6 +8,7 @@ import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ with warnings.catch_warnings():
     from node.swarm.member import MemberSnapshot
     from node.worker.duty_process import DutyProcess
     from node.worker.evaluator import FOLDER, EvaluatorEvent, evaluate_waiting
-    from node.worker.task_evaluation import SCORES_FILE, TaskEvaluation, TaskMedians, is_drawn
+    from node.worker.task_evaluation import MOST_TASKS, SCORES_FILE, TaskEvaluation, TaskMedians, is_drawn
 
 needs_lm_eval = pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("accelerate") is None,
@@ -105,6 +106,22 @@ def test_the_swarms_score_is_the_median_of_the_members_at_the_newest_known_state
     found = {score.name: (score.score, score.round, score.members) for score in medians.of(rows)}
     assert found == {"one/acc": (0.2, 5, 3), "two/acc": (0.7, 5, 1)}
     assert TaskMedians().of(rows) == ()
+
+
+def test_a_member_that_names_ever_new_tasks_makes_few_time_series() -> None:
+    medians, shown = TaskMedians(), set()
+    medians.know(5, TWO)
+    for number in range(20):
+        made_up = {f"new{number}_{i}": 1.0 for i in range(16)}
+        rows = [
+            row("liar", scores(5, TWO, **made_up)),
+            row("a", scores(5, TWO, one=0.1)),
+            row("b", scores(5, TWO, one=0.2)),
+        ]
+        found = {score.name for score in medians.of(rows)}
+        assert "one/acc" in found
+        shown |= found
+    assert len(shown) == MOST_TASKS
 
 
 def test_scores_of_a_chain_that_the_node_has_left_do_not_count() -> None:
@@ -278,7 +295,8 @@ def test_only_drawn_nodes_evaluate_and_only_every_kth_round(tmp_path: Path) -> N
     drawn = [head for head in heads if is_drawn(head, "me", {"me", "other"}, 1)]
     assert 0 < len(drawn) < 20
     for head in heads:
-        tip: Any = type("Tip", (), {"head": head, "round": 1, "digest": digest})()
+        state = SimpleNamespace(credit={"other"})
+        tip: Any = SimpleNamespace(head=head, round=1, digest=digest, state=state)
         scene.made.saved(tip)
         assert [one.round for one in scene.made._rounds.all()] == ([1] if head in drawn else [])
         scene.made.chain_left()

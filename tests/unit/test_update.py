@@ -67,7 +67,7 @@ def test_good_release_is_announced_and_installed_only_on_demand(tmp_path: Path) 
     assert str(found).splitlines() == ["Version 9.0.0 is available, of 25 November 2026.", "Faster.", "Smaller. [31m"]
     install(where, found.release, pip)
     ((python, *words, wheel),) = pip.commands
-    assert python == sys.executable and words[:2] == ["-m", "pip"] and "install" in words
+    assert python == sys.executable and words[:3] == ["-P", "-m", "pip"] and "install" in words
     assert Path(wheel).name == "diloco_node-9.0.0-py3-none-any.whl" and pip.installed == WHEEL
     assert not Path(wheel).exists(), "the download is temporary"
 

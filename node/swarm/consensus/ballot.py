@@ -400,8 +400,11 @@ def later_attempt(
 
 
 def most_wrong(members: int) -> int:
-    """How many of these members may be wrong, by mistake or on purpose: fewer than a third (Lamport et al. 1982)."""
-    return (members - 1) // 3
+    """How many of these members may be wrong, by mistake or on purpose: fewer than a third (Lamport et al. 1982).
+
+    There may be no members at all: a node that downloads a state is none itself.
+    """
+    return max(0, members - 1) // 3
 
 
 def known_code(code: object) -> str:
