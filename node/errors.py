@@ -11,7 +11,7 @@
     ├── RefusedError           4  the swarm refused this node
     │   └── ManifestError         the manifest does not have the hash of the invite, or is not valid
     ├── ProtocolError         10  the run uses another protocol, or a newer version wrote this data folder
-    ├── UpdatedError          75  the program was updated while the node ran, so it has to start again
+    ├── RestartError          75  the program was updated, or the disk was full at the start; another start may work
     ├── TrainingError         70  loss or gradient is not finite; the parameters are unchanged
     ├── TextError            (internal; reading continues at another place or later)
     │   ├── Unreachable           the source does not answer now, but may answer later
@@ -88,9 +88,9 @@ class ProtocolError(NodeError):
     code = "protocol_too_old"
 
 
-class UpdatedError(NodeError):
+class RestartError(NodeError):
     exit_code = 75
-    code = "updated"
+    code = "start_again"
 
 
 class TrainingError(NodeError):

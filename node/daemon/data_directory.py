@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from node.api.node_interface import Space
 from node.config.overrides import KeyFault, OverrideError
 from node.config.schema import Config
-from node.errors import DataFolderError, QuotaError
+from node.errors import DataFolderError, QuotaError, RestartError
 from node.host.disk_quota import Quota, quota_bytes
 from node.host.files import write_whole
 from node.status import Moment, Notice, SavedCounters, Value
@@ -117,7 +117,13 @@ class DataDirectory:
         address: dict[str, object] = {"url": url, "pid": os.getpid()}
         address |= {"certificate": certificate} if certificate else {}
         address |= {"public_url": public_url} if public_url else {}
-        write_whole(self.path / "api.json", json.dumps(address) + "\n")
+        try:
+            write_whole(self.path / "api.json", json.dumps(address) + "\n")
+        except OSError as exc:
+            raise RestartError(
+                f"{self.path / 'api.json'} cannot be written ({exc.strerror}): free some space, and start again.",
+                code="disk",
+            ) from exc
 
     def load_owner_request(self) -> OwnerRequest | None:
         try:

@@ -12,7 +12,7 @@ import traceback
 
 from node import __version__
 from node.config.schema import Config
-from node.errors import NodeError, TrainingError, UpdatedError
+from node.errors import NodeError, RestartError, TrainingError
 from node.host.logs import set_level
 from node.host.parent_death import die_with_parent
 from node.worker.supervisor_link import SupervisorLink, SupervisorLogHandler
@@ -42,8 +42,9 @@ def main() -> int:
     redirect_library_logs()
     try:
         if start.version not in ("", __version__):
-            raise UpdatedError(
-                f"diloco-node was updated from {start.version} to {__version__} while this node ran: start it again."
+            raise RestartError(
+                f"diloco-node was updated from {start.version} to {__version__} while this node ran: start it again.",
+                code="updated",
             )
         code, reason = Worker(link, start, config, handler).run()
     except NodeError as exc:

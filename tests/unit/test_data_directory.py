@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from node.daemon.data_directory import COUNTERS_FILE, DataDirectory, OwnerRequest
-from node.errors import DataFolderError
+from node.errors import DataFolderError, RestartError
 from node.status import Activity, Counters, SavedCounters
 
 
@@ -158,3 +159,16 @@ def test_data_directory_reports_its_used_bytes_by_kind_of_file(tmp_path: Path) -
         space = directory.space()
         assert 0 < space.free_bytes <= space.size_bytes
         assert space.used_bytes == {"checkpoints": 5, "history": 0, "cache": 0, "logs": 0, "metrics": 0}
+
+
+def test_full_disk_at_the_start_is_one_sentence_and_worth_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with DataDirectory.open(tmp_path) as directory:
+        monkeypatch.setattr("node.daemon.data_directory.write_whole", full)
+        with pytest.raises(RestartError, match=r"api\.json cannot be written \(No space left on device\)") as caught:
+            directory.write_address("http://127.0.0.1:1")
+    assert (caught.value.exit_code, caught.value.code) == (75, "disk")
