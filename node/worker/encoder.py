@@ -30,6 +30,17 @@ def is_encodable(parameters: Tensor) -> bool:
     return not parameters.numel() or bool(torch.stack(torch.aminmax(parameters)).abs().max() <= MAX_PARAMETER)
 
 
+def _encode_chunks(layout: ChunkLayout, old: Tensor, local: Tensor) -> list[bytes]:
+    """Encode old - local on the device of `local` chunk by chunk, so that only encoded data moves to the host.
+
+    A device that `can_encode` gives the same bits as the host.
+    """
+    return [
+        layout.codec.encode(pseudo_gradient(old[start:end].to(local.device), local[start:end]))
+        for start, end in layout.bounds
+    ]
+
+
 class Encoder:
     """Encodes contributions. For each fragment, call `begin`, then `round_over` when its round is committed."""
 
@@ -61,11 +72,11 @@ class Encoder:
         if self._feedback:
             target = self._feedback[fragment].add(pseudo_gradient(old, local.cpu()))
             chunks = [layout.codec.encode(target[start:end]) for start, end in layout.bounds]
-        else:  # Encode on the training device chunk by chunk, so that only encoded data moves to the host.
-            chunks = [
-                layout.codec.encode(pseudo_gradient(old[start:end].to(local.device), local[start:end]))
-                for start, end in layout.bounds
-            ]
+        else:
+            try:
+                chunks = _encode_chunks(layout, old, local)
+            except torch.OutOfMemoryError:  # Another program may have taken the device's memory.
+                chunks = _encode_chunks(layout, old, local.cpu())
         if self._feedback:
             decoded, norm = layout.decode_and_measure(chunks)
             self._feedback[fragment].record_error(target, decoded)

@@ -12,7 +12,9 @@ from torch import Tensor
 from node.config.manifest import SyncConfig
 from node.diloco.codec import make_codec
 from node.diloco.fragments import strided
+from node.diloco.outer import pseudo_gradient
 from node.swarm.allreduce.reducer import ChunkLayout, chunk_layouts
+from node.worker import encoder as encoder_module
 from node.worker.encoder import MAX_PARAMETER, RESIDUAL, Encoder, is_encodable
 
 UNITS = [300, 500, 200]
@@ -116,3 +118,19 @@ def test_encoder_raises_an_error_of_its_background_thread_once() -> None:
 )
 def test_only_finite_parameters_up_to_the_allowed_maximum_are_encodable(values: list[float], expected: bool) -> None:
     assert is_encodable(torch.tensor(values)) is expected
+
+
+def test_contribution_is_encoded_on_the_host_if_the_device_has_no_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    (layout,) = layouts = layouts_for("int4")
+    expected, _ = encode(Encoder(layouts, SyncConfig(codec="int4"), {}), layout, LOCAL)
+    calls: list[int] = []
+
+    def difference(old: Tensor, local: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("the device is full")
+        return pseudo_gradient(old, local)
+
+    monkeypatch.setattr(encoder_module, "pseudo_gradient", difference)
+    decoded, _ = encode(Encoder(layouts, SyncConfig(codec="int4"), {}), layout, LOCAL)
+    assert torch.equal(decoded, expected) and len(calls) > 1
