@@ -108,7 +108,8 @@ def draft(
     info = governance(client)
     if info.mode == "fixed":
         raise UsageError("Nobody may amend this run: its founder chose run.governance = fixed.")
-    last = max(info.round, int(client.status()["run"]["swarm_round"]))  # Most members claim it, so it may be false.
+    # `swarm_round` is only what most members claim, so it sets the default and not the limit.
+    last = max(info.round, int(client.status()["run"]["swarm_round"]))
     # No round of a paused run follows by itself, so a change applies from the next one on.
     usual = last + (LEAST_AHEAD if info.is_paused else USUAL_AHEAD)
     from_round = usual if from_round is None else from_round

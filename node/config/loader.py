@@ -30,7 +30,7 @@ ENV_PREFIX = "DILOCO_"
 _LINK = re.compile(
     r"DILOCO(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-"""Variables of a service that Kubernetes or Docker adds to a container. No setting has such a name."""
+"""Variables of a service that Kubernetes adds to a container. No setting has such a name."""
 OTHER_VARIABLES = frozenset({"DILOCO_FAULTS", "DILOCO_JOIN"})
 """Variables that are not settings: the fault plan of tests, and the value of --join."""
 PRESET_KEY = "run.preset"
@@ -231,7 +231,7 @@ def _from_file(path: Path) -> Iterator[Setting]:
 def _from_environment(environ: Mapping[str, str]) -> Iterator[Setting]:
     """Every variable DILOCO_SECTION__KEY is a setting.
 
-    Kubernetes and Docker add variables of the services whose names begin with `diloco`, which are ignored.
+    Kubernetes adds variables of the services whose names begin with `diloco`, which are ignored.
     """
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES:

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from node.daemon.pause_policy import PausePolicy
 from node.daemon.process_meter import ProcessMeter
 from node.daemon.worker_process import WorkerExit
 from node.daemon.worker_watchdog import SupervisorTimings, WorkerWatchdog
-from node.errors import MachineError
+from node.errors import MachineError, RestartError
 from node.host import gpu_power, ports
 from node.host.cgroup import memory_limit
 from node.host.logs import set_level
@@ -67,6 +68,8 @@ CRASHED = "worker_crashed"
 RUN_COMPLETE = "run_complete"
 STAYS_STOPPED = "The node stopped as asked: `resume` starts it again."
 CANNOT_WORK = (2, 3)
+DISK_FULL = "disk_full"
+"""Code of a worker whose disk was too full to save its work (`training.checkpoint.DISK_FULL`)."""
 """Exit codes of a worker that cannot do what its settings demand."""
 MEMORY_LIMIT = "memory_limit"
 """Code of the end of a node whose container has too little memory to start a worker."""
@@ -359,6 +362,11 @@ class Supervisor:
                 self._state.set_notice(self._worker_notices.pop(), None)
             self._apply_traffic_limit()
             await self._store_counters()
+        if asked and exit_.ended is not None and exit_.ended.code == DISK_FULL and self._desired == "pause":
+            # The pause takes place all the same.
+            self._lost_work = f" What it did since its last checkpoint is lost: {exit_.ended.reason}"
+            logger.warning("%s", self._lost_work.strip())
+            return replace(exit_, ended=exit_.ended.model_copy(update={"exit_code": 0})), asked
         if asked and exit_.is_unsaved and mode == "train":
             self._lost_work = (
                 f" What it did since its last checkpoint is lost: {exit_.fault or 'its worker was killed'}."
@@ -440,6 +448,7 @@ class Supervisor:
     def _finish(self, ended: Ended) -> bool:
         """Handle a worker that ended on its own. Returns whether the node ends; if not, it waits for `resume`."""
         is_stopping = self._desired in ("drain", "leave")
+        is_restart = ended.exit_code == RestartError.exit_code
         may_be_settings = ended.exit_code in CANNOT_WORK and ended.code not in NOT_BY_SETTINGS
         if may_be_settings and self._config.overrides_worker_settings and not is_stopping:
             self._fail(ended.code, f"{ended.reason} If a changed setting is the cause, it can be changed back.")
@@ -448,10 +457,10 @@ class Supervisor:
             self._enter(Phase.STOPPED, ended.code, ended.reason, final=not self._persists)
         else:
             logger.error("The worker gave up (%s): %s", ended.code, ended.reason)
-            self._enter(Phase.ERROR, ended.code, ended.reason, final=not self._persists)
-        if self._persists:
+            self._enter(Phase.ERROR, ended.code, ended.reason, final=is_restart or not self._persists)
+        if self._persists and not is_restart:
             self._park("error" if ended.exit_code and not is_stopping else "stopped")
-        return not self._persists
+        return is_restart or not self._persists
 
     # transitions
 

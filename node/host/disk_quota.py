@@ -1,9 +1,10 @@
 """The size limit of a data folder: writers reserve room before they write, and the oldest files are removed.
 
 Removable are checkpoints (except the newest complete one), rounds that wait to be published or evaluated (except the
-newest), round results, downloads and logs (except the newest), folders that libraries keep in the cache, and files set
-aside as damaged. A file with several names, such as a state that two checkpoints share, counts once. Keys, settings and
-history stay, and may grow by RESERVE_BYTES. The owner's text folder is neither counted nor changed.
+oldest, on which a process works), round results, downloads and logs (except the newest), folders that libraries keep in
+the cache, and files set aside as damaged. A file with several names, such as a state that two checkpoints share, counts
+once. Keys, settings and history stay, and may grow by RESERVE_BYTES. The owner's text folder is neither counted nor
+changed.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Quota:
 
     def _removable(self) -> Iterator[Item]:
         kept = {self._newest_checkpoint(), _newest(self._folder.glob("cache/download-*.bin"))}
-        kept |= {_newest(self._folder.glob(pattern)) for pattern in ("logs/*", *WAITING)}
+        kept |= {_newest(self._folder.glob("logs/*"))}
+        kept |= {min(self._folder.glob(pattern), default=None) for pattern in WAITING}
         patterns = ("checkpoints/*round-*", *WAITING, "cache/results-*.bin", "cache/download-*.bin", "logs/*")
         for pattern in (*patterns, "cache/*/*", "history/*damaged*", "*.damaged*"):
             for path in self._folder.glob(pattern):

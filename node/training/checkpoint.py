@@ -41,7 +41,7 @@ META = "meta.json"
 DISK_FULL = "disk_full"
 """Code of the error if the disk has no room for a checkpoint."""
 DAMAGED = "damaged_state"
-"""Code of the error for an outer state that cannot be read. To try again is of no use."""
+"""Code of the error for an outer state that cannot be read. A retry cannot succeed."""
 _FOLDER = re.compile(r"(?P<replaced>replaced-)?round-(?P<round>-?\d+)")
 _TEMPORARY = ".writing-"
 _REPLACED = "replaced-"

@@ -73,7 +73,8 @@ class Requirements:
     host_bytes: float
     disk_bytes: float
     least_disk_bytes: float
-    """The newest checkpoint, the checkpoint that is being written, and one round's result; all else may be removed."""
+    """The newest checkpoint, the checkpoint that is being written, one round's result, and, if rounds are published or
+    evaluated, a waiting outer state and the folder that is made of it. All else may be removed."""
 
 
 def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Requirements:
@@ -158,7 +159,7 @@ def compare_resources(
         yield "GPU memory", device + needs.row_bytes, free_bytes, remedy
     else:
         host += ranks * (device + needs.row_bytes)
-    # `host` is the whole need of this process, which has some of it already.
+    # `host` includes memory that this process already uses, so add that to the free memory.
     yield "memory", host, available_memory_bytes() + own_memory_bytes(), memory_remedy()
     folder = _existing_parent(config.node.data_dir)
     remedy = f"free some space in {folder}, or choose another folder with --data-dir"

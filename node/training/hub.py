@@ -82,10 +82,7 @@ def _find_commit(key: str, place: str, revision: str, kind: Literal["dataset", "
 
 def hub_error(what: str, exc: Exception) -> MachineError:
     """The error for an exception that the hub's libraries raised while they opened `what`."""
-    # A network error has the type of whichever HTTP client the libraries use.
-    is_client = type(exc).__module__.startswith(("aiohttp", "http", "requests", "urllib3"))
-    status = getattr(getattr(exc, "response", None), "status_code", 0)
-    if is_client or isinstance(exc, (ConnectionError, TimeoutError)) or status == 429 or status >= 500:
+    if is_no_answer(exc):
         text = f"{what} cannot be reached ({first_sentence(exc)}): check this machine's network."
         return MachineError(text, code=NO_ANSWER)
     text = (
@@ -93,6 +90,20 @@ def hub_error(what: str, exc: Exception) -> MachineError:
         "still exists and is public."
     )
     return MachineError(text, code="no_data")
+
+
+def is_no_answer(exc: BaseException | None) -> bool:
+    """Whether a library failed because the hub did not answer, or had too much to do. The cause may be a deeper one."""
+    while exc is not None:
+        status = getattr(getattr(exc, "response", None), "status_code", None)
+        if status is not None:
+            return bool(status == 429 or status >= 500)
+        # A network error has the type of whichever HTTP client the libraries use.
+        is_client = type(exc).__module__.startswith(("aiohttp", "http", "requests", "urllib3"))
+        if is_client or isinstance(exc, (ConnectionError, TimeoutError)):
+            return True
+        exc = exc.__cause__ or exc.__context__
+    return False
 
 
 @contextmanager
@@ -106,7 +117,8 @@ def translate_errors(what: str, *, check: str, remedy: str) -> Iterator[None]:
     except NodeError:
         raise
     except OSError as exc:
-        raise MachineError(f"{what} could not be read ({first_sentence(exc)}): check {check}.", code="no_data") from exc
+        code = NO_ANSWER if is_no_answer(exc) else "no_data"
+        raise MachineError(f"{what} could not be read ({first_sentence(exc)}): check {check}.", code=code) from exc
     except Exception as exc:
         raise ConfigError(f"{what} cannot be used ({first_sentence(exc)}): {remedy}.") from exc
 

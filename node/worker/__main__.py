@@ -10,7 +10,6 @@ import socket
 import sys
 import traceback
 
-from node import __version__
 from node.config.schema import Config
 from node.errors import NodeError, RestartError, TrainingError
 from node.host.logs import set_level
@@ -31,7 +30,10 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = SupervisorLink(socket.socket(fileno=arguments.fd))
-    start = link.wait_start(START_S)
+    try:
+        start = link.wait_start(START_S)
+    except RestartError as exc:
+        return end(link, exc)
     config = Config.model_validate(start.config)
     handler = SupervisorLogHandler(link)
     logging.getLogger().addHandler(handler)
@@ -41,19 +43,19 @@ def main() -> int:
 
     redirect_library_logs()
     try:
-        if start.version not in ("", __version__):
-            raise RestartError(
-                f"diloco-node was updated from {start.version} to {__version__} while this node ran: start it again.",
-                code="updated",
-            )
         code, reason = Worker(link, start, config, handler).run()
     except NodeError as exc:
         if exc.exit_code == NodeError.exit_code and not isinstance(exc, TrainingError):
             raise
-        link.send(Ended(exit_code=exc.exit_code, code=exc.code, reason=str(exc)))
-        return exc.exit_code
+        return end(link, exc)
     link.send(Ended(exit_code=0, code=code, reason=reason))
     return 0
+
+
+def end(link: SupervisorLink, error: NodeError) -> int:
+    """Tell the supervisor why this process ends. Returns its exit code."""
+    link.send(Ended(exit_code=error.exit_code, code=error.code, reason=str(error)))
+    return error.exit_code
 
 
 if __name__ == "__main__":

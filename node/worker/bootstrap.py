@@ -16,7 +16,7 @@ import torch
 
 from node.config.manifest import RunConfig
 from node.config.schema import Config
-from node.errors import MachineError, NodeError, SwarmError
+from node.errors import MachineError, NodeError, RestartError, SwarmError
 from node.host import gpu_power
 from node.host.disk_quota import Quota, quota_bytes
 from node.host.files import write_whole
@@ -26,7 +26,6 @@ from node.swarm.member_thread import Lost
 from node.swarm.membership.peer_table import MEMBER_PHASES
 from node.swarm.state_sync.catch_up import ResyncCause
 from node.training.accelerator import accelerator_of
-from node.training.checkpoint import DISK_FULL
 from node.training.device import ComputeDevice, choose_device, describe
 from node.training.fit import check_fit
 from node.training.hub import NO_ANSWER
@@ -130,6 +129,8 @@ class Worker:
         self._loading_for: RunConfig | None = None
         """The settings for which `_loading` loads."""
         self._trainer: Trainer | None = None
+        self._is_member = False
+        """Whether this node takes part in rounds."""
         self._duties: Duties | None = None
         self._unreachable_reason = ""
 
@@ -190,16 +191,19 @@ class Worker:
         return (describe(device), *(describe(torch.device(device.type, rank), own=False) for rank in others))
 
     def _check_fit(self, run: RunConfig) -> None:
-        """Raise MachineError if the run does not fit. A node that has trained waits, as a game may take the memory."""
+        """Raise MachineError if the run does not fit. A node that has trained waits, as a game may take the memory.
+
+        A member does not wait, because it would keep the state of each round that the others commit meanwhile.
+        """
         if self._device is None:
             return
         check_ranks(run, self._config.devices, self._device.precision)
         for pause_s in pauses_s():
             try:
-                check_fit(run, self._config, self._device)
+                check_fit(run, self._orders.config, self._device)
                 return
             except MachineError as exc:
-                if not self._entry.has_trained:
+                if self._is_member or not self._entry.has_trained:
                     raise
                 self._wait_again(exc, pause_s)
 
@@ -216,15 +220,14 @@ class Worker:
         """Train until the run is complete. An amendment of text or batches needs another inner trainer."""
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
         rest: Session | None = session
-        is_member = False
         with self._begin_duties(session) as duties, self._link.unsaved():
             while rest is not None:
                 assert rest.start.tip is not None
                 run = rest.terms_after(rest.start.tip).run
                 with self._inner_trainer(run, self._loaded_inputs(run), ids) as inner:
-                    if not is_member:
+                    if not self._is_member:
                         rest.swarm.take_part(rest.rules, rest.start.tip, rest.source)
-                        is_member = True
+                        self._is_member = True
                     rest = self._train_and_resync(rest, inner, run, duties)
                 if rest is not None:
                     del inner
@@ -254,6 +257,8 @@ class Worker:
             except MachineError as exc:
                 if exc.code != NO_ANSWER:
                     raise
+                if self._is_member:  # Its next start waits.
+                    raise RestartError(f"{exc} Start the node again.", code=NO_ANSWER) from exc
                 self._wait_again(exc, pause_s)
                 self._start_loading(run)
         self._loading = None  # Its model belongs to one inner trainer.
@@ -357,9 +362,11 @@ class Worker:
             try:
                 self._align(session, trainer)
                 if not session.start.is_resumed and is_downloaded:
-                    trainer.save()  # Serve the downloaded state, and do not download it again after a restart.
+                    # Serve the downloaded state, and do not download it again after a restart.
+                    trainer.save_if_possible()
                 train(trainer)
-                trainer.save(cancels=False)  # The round before the last one may be due to be published as well.
+                # The round before the last one may be due to be published as well.
+                trainer.save_if_possible(cancels=False)
                 self._wait_for_peers(session, trainer.tip)
                 self._wait_for_publication(duties.publishing)
                 return None
@@ -371,24 +378,13 @@ class Worker:
                 if exc.cause.code != "far_behind":
                     duties.chain_left()
                 session, is_downloaded = self._resync(session, exc.cause)
-            except StopAsked:
-                self._save_at_stop(trainer)
+            except (StopAsked, SwarmError):
+                trainer.save()
                 raise
-            except (SwarmError, MachineError) as exc:
-                if not isinstance(exc, MachineError) or exc.code in SAVED_AFTER:
+            except MachineError as exc:
+                if exc.code in SAVED_AFTER:
                     trainer.save()
                 raise
-
-    def _save_at_stop(self, trainer: Trainer) -> None:
-        """Save this node's work. A pause takes place even if the disk is too full for it."""
-        try:
-            trainer.save()
-        except MachineError as exc:
-            stop = self._link.stop
-            if exc.code != DISK_FULL or stop is None or stop.how != "pause":
-                raise
-            logger.warning("%s", exc)
-            self._reporter.notice(DISK_FULL, f"{exc} What the node did since its older checkpoint is lost.")
 
     def _align(self, session: Session, trainer: Trainer) -> None:
         """Replay the rounds that are on the disk, then those that the swarm has committed since.

@@ -216,6 +216,8 @@ class Checkpointer:
         self.save_s = 0.0
         """Seconds that the newest checkpoint took to write."""
         self._is_cancelled = threading.Event()
+        self._is_written = False
+        """Whether a checkpoint has been written since the last `check`."""
 
     @property
     def is_busy(self) -> bool:
@@ -233,10 +235,11 @@ class Checkpointer:
         self._is_cancelled.set()
 
     def check(self) -> bool:
-        """Whether a checkpoint has ended since the last call. Raises its error if it has failed."""
-        if self._running is None or self.is_busy:
-            return False
-        return self.wait(0.0)
+        """Whether a checkpoint has been written since the last call. Raises its error if it has failed."""
+        if not self.is_busy:
+            self.wait(0.0)
+        written, self._is_written = self._is_written, False
+        return written
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is being written; return False after `timeout_s`. Raises the newest checkpoint's error."""
@@ -262,6 +265,7 @@ class Checkpointer:
             # The older checkpoint stays on the disk, and the owner sees a notice, so training continues.
             logger.warning("The checkpoint of round %d is not written. %s", checkpoint.round, exc)
             return
+        self._is_written = True
         self._source.publish(tip)
         self._on_saved(tip)
 

@@ -38,6 +38,8 @@ class Orders:
     ) -> None:
         """`round_s` returns the length of a round in seconds; 0 if it is unknown."""
         self._link, self._reporter, self._quota, self._round_s = link, reporter, quota, round_s
+        self.config = config
+        """The newest settings. Most of them apply at the worker's next start only."""
         self._cpu_threads, self._ranks = config.limits.cpu_threads, config.devices.ranks
         self._replica: Replica | None = None
         self._for_swarm: Config | None = None
@@ -94,6 +96,7 @@ class Orders:
 
     def _apply_settings(self, config: Config) -> None:
         """Apply the settings that may change while the worker runs: log level, limits and name."""
+        self.config = config
         set_level(config.log.level)
         self._quota.limit_bytes = quota_bytes(config.limits.disk_gb)
         if self._replica is not None and config.limits.cpu_threads != self._cpu_threads:

@@ -87,7 +87,7 @@ class Publishing:
         if is_first or tip.head == self._newest_added or not self.is_due(tip):
             return
         view = self._view()
-        credit = tip.state.credit  # A stranger's word does not count.
+        credit = tip.state.credit  # Ignore the claims of peers without credit.
         publishers = {row.peer_id for row in view.rows if row.publishes and row.peer_id in credit}
         rank = rank_of(tip.head, view.peer_id, publishers)
         try:

@@ -217,8 +217,8 @@ class RunEntry:
 
     @property
     def has_trained(self) -> bool:
-        """Whether the data folder has a checkpoint, so that this machine has been able to train the run."""
-        return bool(self._store.rounds())
+        """Whether there is a checkpoint after a round. This machine has then been able to train the run."""
+        return self._manifest_file.exists() and max(self._store.rounds(), default=-1) >= 0
 
     def _amended(self, manifest: Manifest) -> RunConfig:
         """The settings of the round after the newest checkpoint. Text and model are loaded for them in advance."""

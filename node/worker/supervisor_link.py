@@ -5,6 +5,7 @@ If the supervisor is gone, the worker acts as on an order to leave.
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -14,7 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
+from node import __version__
 from node.config.amendments import SignedAmendment
+from node.errors import RestartError
 from node.status import rfc3339
 from node.worker_protocol import (
     Adjust,
@@ -39,6 +42,19 @@ class StopAsked(Exception):
     """The supervisor asked the worker to end. Not an error."""
 
 
+def _check_version(line: bytes) -> None:
+    """Raise RestartError if a message is of another version of this program. One without a version passes."""
+    try:
+        version = json.loads(line).get("version", "")
+    except (ValueError, AttributeError):
+        return
+    if version not in ("", __version__):
+        raise RestartError(
+            f"diloco-node was updated from {version} to {__version__} while this node ran: start it again.",
+            code="updated",
+        )
+
+
 class SupervisorLink:
     """Receives orders and sends messages."""
 
@@ -53,10 +69,16 @@ class SupervisorLink:
         self._submitted: deque[SignedAmendment] = deque(maxlen=MOST_SUBMITTED)
 
     def wait_start(self, timeout_s: float) -> Start:
-        """Wait for the order to start. Raises TimeoutError if it does not come first and in time."""
+        """Wait for the order to start.
+
+        Raises TimeoutError if it does not come first and in time, and RestartError if the supervisor is of another
+        version, whose messages and settings may be others.
+        """
         self._socket.settimeout(timeout_s)
-        message = self._read()
+        line = self._file.readline()
         self._socket.settimeout(None)
+        _check_version(line)
+        message = decode_supervisor_message(line) if line.endswith(b"\n") else None
         if not isinstance(message, Start):
             raise TimeoutError("no order to start")
         threading.Thread(target=self._receive, name="link", daemon=True).start()

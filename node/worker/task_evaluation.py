@@ -116,7 +116,7 @@ class TaskEvaluation:
             return
         view = self._view()
         self._newest_added = tip.head
-        credit = tip.state.credit  # A stranger's word does not count.
+        credit = tip.state.credit  # Ignore the claims of peers without credit.
         evaluators = {row.peer_id for row in view.rows if row.evaluates and row.peer_id in credit}
         if not is_drawn(tip.head, view.peer_id, evaluators, self._cfg.members):
             return

@@ -140,8 +140,8 @@ class Trainer:
         """Load the parameters and open the text."""
         self._resumed_at = self._position if saved is not None else None
         """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
-        self._saved_at: tuple[str, int] | None = None
-        """The position of the newest checkpoint of this trainer; None if there is none, or the disk was too full."""
+        self._begun_at = self._saved_at = self._resumed_at
+        """The positions of the newest checkpoint that was begun, and of the newest one on the disk, if there is one."""
         if saved is None:
             self._inner.start(self.tip.state.anchor)
             self._start_text()
@@ -346,13 +346,17 @@ class Trainer:
         """
         try:
             if self._checkpointer.check():
+                self._saved_at = self._begun_at
                 self._reporter.notice(DISK_FULL, "")
         except MachineError as exc:
-            if exc.code != DISK_FULL:
-                raise
-            self._saved_at = None
-            logger.warning("%s", exc)
-            self._reporter.notice(DISK_FULL, str(exc))
+            self._tell_full_disk(exc)
+
+    def _tell_full_disk(self, error: MachineError) -> None:
+        """Tell the owner that the disk is full. Raises any other error."""
+        if error.code != DISK_FULL:
+            raise error
+        logger.warning("%s", error)
+        self._reporter.notice(DISK_FULL, str(error))
 
     def _report_and_check(self) -> None:
         self._reporter.tell()
@@ -563,9 +567,19 @@ class Trainer:
         self._forget_after_rollback()
         if cancels:
             self._checkpointer.cancel()
-        self._wait_for_checkpoint()
+        try:
+            self._wait_for_checkpoint()
+        except MachineError as exc:  # It is that of an older checkpoint.
+            self._tell_full_disk(exc)
         self._begin_checkpoint()
         self._wait_for_checkpoint()
+
+    def save_if_possible(self, *, cancels: bool = True) -> None:
+        """Save, or tell the owner that the disk is full. Call this where the node goes on without the checkpoint."""
+        try:
+            self.save(cancels=cancels)
+        except MachineError as exc:
+            self._tell_full_disk(exc)
 
     def _wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint is written, and keep reporting, as gigabytes take a while."""
@@ -584,10 +598,11 @@ class Trainer:
 
     def _begin_checkpoint(self) -> None:
         """Start to write a checkpoint. Training continues meanwhile, and `attend` raises the errors of the write."""
+        self._check_checkpoint()
         with self._counters.doing(Activity.CHECKPOINT):
             self._session.store.needed = self._needed_rounds()
             self._checkpointer.begin(self._checkpoint(), self.tip)
-            self._saved_at = self._position
+            self._begun_at = self._position
         self._schedule.taken(self.tip.round)
 
     def _checkpoint(self) -> Checkpoint:
@@ -616,7 +631,7 @@ class Trainer:
         After a rollback it has the anchor's parameters and no other work of this node.
         """
         self._encoder.wait()
-        self.save()
+        self.save_if_possible()
         return self._checkpoint()
 
     def _forget_after_rollback(self) -> None:

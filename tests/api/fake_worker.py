@@ -1,9 +1,9 @@
 """A worker without torch: a real process that speaks the worker protocol. Run as `fake_worker.py BEHAVIOUR --fd N`.
 
 BEHAVIOUR: work (normally), crash (exit at once), refuse, refuse-cuda (while the settings ask for a GPU), port-taken,
-complete, rubbish (send a line that is not a message), deaf (ignore orders), silent (send no heartbeat), attempts (each
-round fails twice before it is committed), save:SECONDS (report unsaved work for that long before it ends), disk-full
-(fail to save at its end), brood:FILE (leave a child that holds all pipes; its pid goes to FILE).
+updated, complete, rubbish (send a line that is not a message), deaf (ignore orders), silent (send no heartbeat),
+attempts (each round fails twice before it is committed), save:SECONDS (report unsaved work for that long before it
+ends), disk-full (fail to save at its end), brood:FILE (leave a child that holds all pipes; its pid goes to FILE).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ ROUND_BYTES = 1_000_000
 ENDS = {
     "port-taken": Ended(exit_code=3, code="port_in_use", reason="Another program has the port."),
     "refuse": Ended(exit_code=4, code="refused", reason="The swarm said no."),
+    "updated": Ended(exit_code=75, code="updated", reason="The program was updated: start it again."),
     "complete": Ended(exit_code=0, code="run_complete", reason="All tokens are trained."),
 }
 

@@ -65,6 +65,24 @@ def test_persistent_node_with_a_full_disk_reports_it_on_leave_and_stays_stopped(
         assert daemon.ready().status()["phase"] == "stopped"
 
 
+def test_pause_takes_place_although_the_disk_is_full_and_says_what_is_lost(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "disk-full") as daemon:
+        daemon.ready().until_phase("training")
+        daemon.act("pause")
+        reason = daemon.until_phase("paused", "paused")["reason"]
+        assert "What it did since its last checkpoint is lost: The disk is full." in reason
+        daemon.act("resume")
+        assert "lost" not in daemon.until_phase("training")["reason"]
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_updated_program_ends_the_node_so_that_the_service_starts_the_new_version(
+    tmp_path: Path, persists: bool
+) -> None:
+    with Daemon(tmp_path, "updated", persist=persists) as daemon:
+        assert daemon.end()[0] == 75
+
+
 def test_persistent_node_stops_on_leave_and_trains_again_on_resume(tmp_path: Path) -> None:
     with Daemon(tmp_path, persist=True) as daemon:
         daemon.ready().until_phase("training")

@@ -286,7 +286,7 @@ def install() -> None:
     """Make this supervisor get its workers from the fork server instead of starting an interpreter for each."""
 
     async def start(*command: str, env: dict[str, str], pass_fds: tuple[int], stdout: Any, **_: Any) -> ForkedWorker:
-        assert command[1:4] == ("-m", WORKER, "--fd"), command
+        assert command[1:5] == ("-P", "-m", WORKER, "--fd"), command
         fds = [stdout.fileno(), pass_fds[0]]
         network = f"/proc/{os.getpid()}/ns/net"
         connection = await asyncio.to_thread(_ask, WORKER, [WORKER, "--fd"], env, network, fds)

@@ -20,9 +20,8 @@ import pytest
 import torch
 
 from node.config.schema import Config
-from node.errors import MachineError
+from node.errors import MachineError, RestartError
 from node.status import Phase, RunInfo
-from node.training.checkpoint import DISK_FULL
 from node.training.hub import NO_ANSWER
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker_protocol import Start, Stop
@@ -212,7 +211,7 @@ def test_node_that_has_trained_waits_while_another_program_has_the_memory(
 
     def check(*_: object) -> None:
         tries.append(1)
-        if len(tries) < 4:
+        if len(tries) < 5:
             raise MachineError("This run needs 9 GB of GPU memory here.", code="does_not_fit")
 
     worker._device = ComputeDevice(torch.device("cpu"), "fp32", "cpu")
@@ -222,9 +221,17 @@ def test_node_that_has_trained_waits_while_another_program_has_the_memory(
     run = worker._config.run
     with pytest.raises(MachineError):
         worker._check_fit(run)
-    (worker._config.node.data_dir / "checkpoints/round-00000003").mkdir(parents=True)
+    (worker._config.node.data_dir / "manifest.json").write_text("{}")
+    (worker._config.node.data_dir / "checkpoints/round--0000001").mkdir(parents=True)
+    with pytest.raises(MachineError):
+        worker._check_fit(run)
+    (worker._config.node.data_dir / "checkpoints/round-00000003").mkdir()
     worker._check_fit(run)
     assert waits == [("This run needs 9 GB of GPU memory here. The node tries again.", s) for s in (5.0, 10.0)]
+    tries.clear()
+    worker._is_member = True
+    with pytest.raises(MachineError):
+        worker._check_fit(run)
 
 
 def test_node_waits_for_a_hub_that_does_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,19 +251,11 @@ def test_node_waits_for_a_hub_that_does_not_answer(worker: Worker, monkeypatch: 
     outcomes.append(MachineError("there is no such data set.", code="no_data"))
     with pytest.raises(MachineError, match="no such data set"):
         worker._loaded_inputs(worker._config.run)
-
-
-def test_pause_takes_place_although_the_disk_is_too_full_to_save(worker: Worker) -> None:
-    class Full:
-        def save(self) -> None:
-            raise MachineError("The disk is full.", code=DISK_FULL)
-
-    trainer: Any = Full()
-    worker._link.stop = Stop(how="pause")
-    worker._save_at_stop(trainer)
-    worker._link.stop = Stop(how="leave")
-    with pytest.raises(MachineError):
-        worker._save_at_stop(trainer)
+    outcomes.append(MachineError("no network.", code=NO_ANSWER))
+    worker._loading = None
+    worker._is_member = True
+    with pytest.raises(RestartError, match="Start the node again"):
+        worker._loaded_inputs(worker._config.run)
 
 
 def test_owner_is_told_that_the_gpu_is_gone(tmp_path: Path) -> None:

@@ -160,10 +160,17 @@ def test_a_checkpoint_is_wanted_after_a_minute_or_four_rounds() -> None:
     assert schedule.is_wanted
 
 
-def test_the_end_of_a_checkpoint_is_reported_once(checkpointer: Checkpointer, store: SlowStore) -> None:
+def test_a_written_checkpoint_is_reported_once(checkpointer: Checkpointer, store: SlowStore) -> None:
     assert not checkpointer.check()
     checkpointer.begin(CHECKPOINT, TIP)
     store.may_write.set()
     while not (ended := checkpointer.check()):
         time.sleep(0.01)
     assert ended and not checkpointer.check()
+
+
+def test_a_checkpoint_that_is_cancelled_is_not_reported(checkpointer: Checkpointer, store: SlowStore) -> None:
+    checkpointer.begin(CHECKPOINT, TIP)
+    checkpointer.cancel()
+    store.may_write.set()
+    assert checkpointer.wait(10) and not checkpointer.check()

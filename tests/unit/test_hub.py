@@ -64,3 +64,8 @@ def test_unreachable_hub_is_distinguished_from_a_missing_name() -> None:
         error = OSError("the hub refuses")
         error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
         assert hub.hub_error("X", error).code == code
+        wrapped = OSError("the library says something else")
+        wrapped.__cause__ = error
+        with pytest.raises(MachineError) as caught, hub.translate_errors("X", check="A", remedy="do B"):
+            raise wrapped
+        assert caught.value.code == code

@@ -313,7 +313,7 @@ def test_false_phases_are_refused_with_the_place_of_the_fault(text: str, message
         load(file=None, environ={}, flags=["--run.phases", text])
 
 
-def test_variables_of_services_that_kubernetes_and_docker_add_are_ignored() -> None:
+def test_variables_of_services_that_kubernetes_adds_are_ignored() -> None:
     added = {
         "DILOCO_SERVICE_HOST": "10.0.0.7", "DILOCO_SERVICE_PORT": "31337", "DILOCO_SERVICE_PORT_P2P": "31337",
         "DILOCO_PORT": "tcp://10.0.0.7:31337", "DILOCO_PORT_31337_TCP": "tcp://10.0.0.7:31337",

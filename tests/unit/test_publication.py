@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,9 +47,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.chain.chain import Tip
     from node.swarm.governance.charter import Charter
-    from node.swarm.identity import new_identity
+    from node.swarm.identity import Identity, new_identity
     from node.swarm.member import MemberSnapshot
-    from node.swarm.messages import Proof
+    from node.swarm.messages import Document, Join, Plan, Proof, RoundOutcome, accept, sign
     from node.worker.continued_run import continued_run
     from node.worker.duty_process import DutyProcess
     from node.worker.publisher import FOLDER, PublisherStart, make_publisher, publish_command, read_token
@@ -920,25 +920,51 @@ def test_a_publication_with_an_added_file_is_not_valid(published: Path, tmp_path
         verify_model_folder(published, tmp_path / "cache")
 
 
+def outcome_of(leader: Identity, run: str, round_: int, members: Sequence[Identity]) -> Document:
+    joins = tuple(
+        sign(one, Join(run=run, parent="cd" * 32, state="5a" * 32, tokens=100, step_s=0.5, norm=1.0)) for one in members
+    )
+    ids = tuple(one.peer_id for one in members)
+    plan = Plan(run=run, parent="cd" * 32, attempt=0, joins=joins, reducers=ids[:1], owners=(0,))
+    return sign(leader, RoundOutcome(round=round_, plan=plan, included=ids, results="ef" * 32))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"text": '{"anything":"at all"}'}, "is forged"),
-        ({"signature": "00" * 64}, "is forged"),
+        ("nothing", ""),
+        ("text", "is forged"),
+        ("signature", "is forged"),
+        ("run", "is of another round"),
+        ("round", "is of another round"),
+        ("head", "is of another round"),
+        ("votes", "lacks the votes of more than half"),
     ],
 )
 def test_a_publication_with_a_forged_certificate_is_not_valid(
-    published: Path, tmp_path: Path, change: dict[str, str], message: str
+    published: Path, tmp_path: Path, change: str, message: str
 ) -> None:
     from node.publication.model_folder import CERTIFICATE_FILE, hash_of
 
-    outcome = {"signer": new_identity().peer_id, "text": "{}", "signature": "00" * 64} | change
-    proof = {"outcome": outcome, "group": [new_identity().peer_id], "attempt": 0, "accepts": {}, "hashes": ""}
-    (published / CERTIFICATE_FILE).write_text(json.dumps(proof))
+    members = sorted((new_identity() for _ in range(4)), key=lambda one: one.peer_id)
     record = json.loads((published / RECORD_FILE).read_bytes())
+    run = "ab" * 32 if change == "run" else record["manifest_hash"]
+    outcome = outcome_of(members[0], run, record["round"] + (change == "round"), members)
+    if change == "text":
+        outcome = outcome.model_copy(update={"text": '{"anything":"at all"}'})
+    if change == "signature":
+        outcome = outcome.model_copy(update={"signature": "00" * 64})
+    voters = members[: 2 if change == "votes" else 3]
+    votes = {one.peer_id: accept(one, outcome.hash, 0) for one in voters}
+    ids = tuple(one.peer_id for one in members)
+    proof = Proof(outcome=outcome, attempt=0, group=ids, accepts=votes, hashes="")
+    (published / CERTIFICATE_FILE).write_text(proof.model_dump_json())
     record["files"][CERTIFICATE_FILE] = hash_of(published / CERTIFICATE_FILE)
-    record["head"] = Proof.model_validate(proof).outcome.hash
+    record["head"] = "ab" * 32 if change == "head" else outcome.hash
     (published / RECORD_FILE).write_text(json.dumps(record))
+    if not message:
+        assert verify_model_folder(published, tmp_path / "cache").confirmed_head == outcome.hash
+        return
     with pytest.raises(UsageError, match=message):
         verify_model_folder(published, tmp_path / "cache")
 

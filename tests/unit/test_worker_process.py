@@ -21,7 +21,10 @@ def test_worker_of_another_version_asks_for_a_new_start_and_imports_nothing_from
     """After an update, a node that still runs has the old version, and starts workers of the new one."""
     (tmp_path / "random.py").write_text("raise SystemExit(99)\n")
     config = Config.model_validate({"node": {"data_dir": str(tmp_path / "data")}})
-    start = Start(mode="train", config=config.model_dump(mode="json"), version="0.0.1")
+    # The settings and messages of another version are others.
+    settings = config.model_dump(mode="json") | {"removed": {"setting": 1}}
+    start = Start(mode="train", config=settings, version="0.0.1")
+    line = encode(start).replace(b'"type":"start"', b'"type":"start","new":1')
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = subprocess.Popen(
@@ -29,7 +32,7 @@ def test_worker_of_another_version_asks_for_a_new_start_and_imports_nothing_from
         )
         try:
             theirs.close()
-            ours.sendall(encode(start))
+            ours.sendall(line)
             assert process.wait(100) == 75
             with ours.makefile("rb") as lines:
                 messages = [decode_worker_message(line) for line in lines]

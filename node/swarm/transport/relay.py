@@ -184,9 +184,10 @@ class Relay:
         return sum(circuit.caller == caller for circuit in self._circuits)
 
     def _make_room(self, caller: str) -> bool:
-        """End an idle circuit, or one of a caller that has at least two more than `caller`. Returns False if none is.
+        """End an idle circuit, or one of a caller that has at least two more than `caller`.
 
-        Callers with many circuits come first, so a few callers cannot keep all places for themselves.
+        Circuits of callers with many are ended first, so a few callers cannot keep all places for themselves. Returns
+        False if there is no such circuit.
         """
         now_s, counts = self._clock(), Counter(circuit.caller for circuit in self._circuits)
         idle = [circuit for circuit in self._circuits if now_s - circuit.moved_at_s >= IDLE_S]
