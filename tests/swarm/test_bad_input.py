@@ -15,7 +15,6 @@ import pytest
 
 from node import cli
 from node.config.manifest import Invite, parse_invite
-from node.training.checkpoint import CheckpointStore
 from tests.swarm.harness import (
     PATIENCE,
     START_S,
@@ -23,6 +22,7 @@ from tests.swarm.harness import (
     Swarm,
     checkpoint_meta,
     checkpoint_round,
+    wait_for,
 )
 
 USUAL = ("--api.port=0", "--swarm.listen=/ip4/127.0.0.1/tcp/0")
@@ -210,20 +210,29 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], timeout=10, check=True)
 
 
-def test_node_ends_with_exit_code_3_on_a_full_disk_and_keeps_its_checkpoints(tmp_path: Path) -> None:
+def test_node_with_a_full_disk_goes_on_and_saves_when_there_is_space_again(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
+
+    def is_told() -> bool:
+        return "disk_full" in {notice["code"] for notice in node.status()["notices"]}
+
     with small_disk(disk), Swarm(tmp_path / "swarm") as swarm:
         node = swarm.node("full")
         node.folder = disk / "node"
         node.start("--checkpoint.every_s=0.5")
         node.until(lambda s: s["run"]["round"] >= 4 and len(node.checkpoints()) == 2, 2 * START_S)
         fill(disk / "ballast")
-        line = ended(node, 3)
-        assert "The disk is full" in line and "the older checkpoint is kept" in line
-        kept = node.checkpoints()
-        assert len(kept) == 2
-        whole = CheckpointStore(node.folder / "checkpoints", keep=2).newest(repair=False)
-        assert whole is not None and whole.round == checkpoint_round(kept[0])
+        wait_for(is_told, 2 * START_S, "the owner is not told")
+        (text,) = [notice["text"] for notice in node.status()["notices"] if notice["code"] == "disk_full"]
+        assert "The disk is full" in text and "the older checkpoint is kept" in text
+        kept = max(map(checkpoint_round, node.checkpoints()))
+        node.until_round(node.status()["run"]["round"] + 3)
+        assert len(node.checkpoints()) == 2 and max(map(checkpoint_round, node.checkpoints())) == kept
+        (disk / "ballast").unlink()
+        wait_for(lambda: max(map(checkpoint_round, node.checkpoints())) > kept, 2 * START_S, "it saves no more")
+        wait_for(lambda: not is_told(), START_S, "the notice stays")
+        assert node.act("leave").status_code == 202 and node.wait_end(2 * START_S) == 0
+        assert "Traceback" not in node.said()
 
 
 def fill(path: Path) -> None:
