@@ -104,9 +104,9 @@ class AddressCache:
 
     async def update(self, addresses: Iterable[str]) -> None:
         """Add addresses of the peers that are live now. At most PER_PEER of each peer are kept."""
-        known = await self.read()
+        await self.read()
         async with self._lock:
-            self._addresses = merge_addresses(known, [*addresses])
+            self._addresses = merge_addresses(self._addresses or (), addresses)
             if self._addresses != self._saved and await asyncio.to_thread(self._write_file, self._addresses):
                 self._saved = self._addresses
 
