@@ -274,8 +274,8 @@ class Invariants:
     def ended(self, scenario: Scenario) -> None:
         """Check that all live nodes are on one chain after a quiet time, and that the chain grows.
 
-        If half of the live nodes or of the last contributors are hostile, the others are no quorum, and progress is not
-        promised.
+        If half of the live nodes or of the living contributors are hostile, the others are no quorum, and progress is
+        not promised.
         """
         live = [node for node in self._nodes if node.is_alive and not node.hostility]
         if 2 * len(live) <= sum(node.is_alive for node in self._nodes):
@@ -284,8 +284,9 @@ class Invariants:
             return  # If no node trains, all are joiners that never met a peer.
         tips = [node.chain.tip for node in live if node.is_training]
         newest = max((tip.round for tip in tips), default=-1)
-        last = {peer for tip in tips if tip.round == newest for peer in tip.last_weights}
-        if last and 2 * sum(bool(self._nodes[self._numbers[peer]].hostility) for peer in last) >= len(last):
+        last = {self._numbers[peer] for tip in tips if tip.round == newest for peer in tip.last_weights}
+        living = [self._nodes[number] for number in last if self._nodes[number].is_alive]
+        if living and 2 * sum(bool(node.hostility) for node in living) >= len(living):
             return
         rounds = ", ".join(f"n{node.number} {node.tip.round} {node.tip.head[:6]}" for node in live)
         if not any(at_s > self._clock() - COMMIT_S for at_s in self._commits):
