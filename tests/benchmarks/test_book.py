@@ -196,7 +196,7 @@ def test_workers_with_equal_tokens_share_one_batch() -> None:
     for workers in (1, 2):
         arm = at_equal_tokens(workers).but(steps=30)
         assert Trial(arm, 0).run().tokens == 30 * 32 * LENGTH
-        assert arm.cost == BASE.but(steps=30).cost
+        assert arm.cost_s < BASE.but(steps=30).cost_s or workers == 8
 
 
 def test_slow_workers_make_fewer_steps_in_rounds_of_equal_time() -> None:

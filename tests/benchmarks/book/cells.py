@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
+import subprocess
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,13 +21,38 @@ from rich.progress import Progress
 from node.host.parent_death import die_with_parent
 from tests.benchmarks.book.arm import Arm
 from tests.benchmarks.book.trial import Result, Trial, setting
+from tests.benchmarks.processes import ROOT
+from tests.swarm.harness import TINY
 
 NICENESS = 19
+TRAINING_CODE = (
+    *(f"tests/benchmarks/book/{name}.py" for name in ("trial", "schedule", "shards")),
+    *(f"node/training/{name}.py" for name in ("corpus", "inner", "model", "optimizers")),
+    "node/diloco/*.py",
+)
+"""The files that decide what a training computes."""
 Cell = tuple[Arm, int]
 
 
+@cache
+def code() -> str:
+    """The version of the program that trains: a digest of TRAINING_CODE, of the model and of torch's version."""
+    digest = hashlib.blake2b(json.dumps([TINY, torch.__version__], sort_keys=True).encode(), digest_size=4)
+    for file in sorted(file for pattern in TRAINING_CODE for file in ROOT.glob(pattern)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def commit() -> str:
+    """The commit of the working tree, with `+` if files were changed since; `unknown` without git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=7", "--dirty=+"]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
+
+
 class Store:
-    """The file of results. Each line is a cell. A line that a killed book wrote half is dropped.
+    """The file of results. Each line is a cell. A line that a killed book wrote half is skipped.
 
     A cell's name holds all fields of its arm and what all trainings share, so a result of other settings is not used.
     """
@@ -31,23 +60,34 @@ class Store:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._results: dict[str, Result] = {}
-        data = file.read_bytes() if file.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            kept = json.loads(line)
-            self._results[json.dumps(kept["cell"], sort_keys=True)] = Result(**kept["result"])
-        if len(whole) < len(data):
-            os.truncate(file, len(whole))
+        self._versions: dict[str, tuple[str, str]] = {}
+        """For each cell: the version of the code, and the commit."""
+        for line in file.read_bytes().splitlines() if file.exists() else ():
+            try:
+                kept = json.loads(line)
+            except ValueError:
+                continue
+            found = json.dumps(kept["cell"], sort_keys=True)
+            self._results[found] = Result(**kept["result"])
+            self._versions[found] = kept["code"], kept["commit"]
 
     def get(self, cell: Cell) -> Result | None:
         return self._results.get(key(cell))
 
+    def versions(self, cells: Iterable[Cell]) -> Counter[tuple[str, str]]:
+        """How many of these cells each version of the code has trained, with its commit."""
+        return Counter(self._versions[key(cell)] for cell in dict.fromkeys(cells) if key(cell) in self._versions)
+
     def put(self, cell: Cell, result: Result) -> None:
-        self._results[key(cell)] = result
-        with self.file.open("a") as file:
-            file.write(json.dumps({"cell": name(cell), "result": asdict(result)}, sort_keys=True) + "\n")
+        """Keep a result. Raises OSError if it cannot be written."""
+        content = {"cell": name(cell), "code": code(), "commit": commit(), "result": asdict(result)}
+        with self.file.open("a+b") as file:
+            if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                file.write(b"\n")  # The line before was written half.
+            file.write(json.dumps(content, sort_keys=True).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+        self._results[key(cell)], self._versions[key(cell)] = result, (code(), commit())
 
 
 def name(cell: Cell) -> dict[str, object]:
@@ -67,25 +107,27 @@ def play(cell: Cell) -> Result:
 def run(cells: Iterable[Cell], store: Store, jobs: int) -> list[tuple[Cell, Exception]]:
     """Run all cells that the store lacks, in this order. Returns those that failed.
 
-    BlockingIOError if another book writes to the same file.
+    Raises BlockingIOError if another book writes to the same file, and OSError if a result cannot be written.
     """
     todo, failed = [cell for cell in dict.fromkeys(cells) if store.get(cell) is None], []
     store.file.parent.mkdir(parents=True, exist_ok=True)
     with store.file.open("a") as held, Progress() as progress:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        bar = progress.add_task(f"{len(todo)} cells", total=sum(arm.cost for arm, _ in todo))
+        bar = progress.add_task(f"{len(todo)} cells", total=sum(arm.cost_s for arm, _ in todo))
         pool = ProcessPoolExecutor(jobs, initializer=start_process, initargs=(os.getpid(),))
         try:
             running = {pool.submit(play, cell): cell for cell in todo}
             for number, future in enumerate(as_completed(running), 1):
                 cell = running[future]
                 try:
-                    store.put(cell, future.result())
+                    result = future.result()
                 except BrokenProcessPool:
                     raise
                 except Exception as exc:  # noqa: BLE001  # The other cells are hours of work.
                     failed.append((cell, exc))
-                progress.update(bar, advance=cell[0].cost, description=f"{number} of {len(todo)} cells")
+                else:
+                    store.put(cell, result)
+                progress.update(bar, advance=cell[0].cost_s, description=f"{number} of {len(todo)} cells")
         finally:
             pool.shutdown(cancel_futures=True)
     return failed

@@ -17,6 +17,8 @@ from tests.benchmarks.book.arm import Arm
 from tests.benchmarks.book.trial import Result
 from tests.benchmarks.curves import interval_95
 
+SEEDS = 6
+"""Paired seeds of most claims."""
 MOST_LOSS = 100.0
 """Of a training that did not diverge, nats per token. Guessing has 5.6."""
 
@@ -53,19 +55,26 @@ def loss(arm: Result, other: Result) -> float:
 
 
 def cosine(arm: Result, other: Result) -> float:
-    """Difference of the mean cosine similarities, without unit."""
+    """Difference of the mean cosine similarities, without unit; nan if there are none."""
+    if not arm.cosines or not other.cosines:
+        return math.nan
     return statistics.fmean(arm.cosines) - statistics.fmean(other.cosines)
 
 
 def early_loss(arm: Result, other: Result) -> float:
-    """Change of the loss after a quarter of the tokens, in percent."""
-    quarter = len(arm.curve) // 4 - 1
-    return 100 * (arm.curve[quarter][1] / other.curve[quarter][1] - 1)
+    """Change of the loss after a quarter of the tokens, in percent; nan if the curves are too short."""
+    return _change_of_curve(arm, other, len(arm.curve) // 4 - 1)
 
 
 def gap_gained(arm: Result, other: Result) -> float:
     """How much of its gap in loss the arm makes up from a quarter of the tokens to the end, in percent of the loss."""
-    return early_loss(arm, other) - loss(arm, other)
+    return early_loss(arm, other) - _change_of_curve(arm, other, len(arm.curve) - 1)
+
+
+def _change_of_curve(arm: Result, other: Result, point: int) -> float:
+    if not 0 <= point < len(other.curve):
+        return math.nan
+    return 100 * (arm.curve[point][1] / other.curve[point][1] - 1)
 
 
 UNITS: dict[Measure, str] = {
@@ -94,6 +103,8 @@ class Claim:
     measure: Measure = perplexity
     note: str = ""
     """What differs from the paper's setting."""
+    seeds: int = SEEDS
+    """Paired seeds, chosen before the run."""
 
     @property
     def unit(self) -> str:
@@ -108,17 +119,25 @@ class Finding:
     verdict: Verdict
     effect: float = math.nan
     half: float = math.nan
-    """Half of the width of the 95 % interval of the effect (Student's t, paired seeds)."""
-    seeds: int = 0
+    """Half of the width of the 95 % interval of the effect (Student's t, paired seeds); nan if a training diverged."""
+    pairs: Sequence[tuple[Result, Result]] = ()
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether the interval excludes zero."""
+        return abs(self.effect) > self.half
 
 
 def judge(claim: Claim, pairs: Sequence[tuple[Result, Result]]) -> Finding:
     """The verdict on the claim: it is certain only if the whole interval lies on one side of the limit."""
     if len(pairs) < 2:
-        return Finding(claim, Verdict.NOT_RUN, seeds=len(pairs))
+        return Finding(claim, Verdict.NOT_RUN, pairs=pairs)
     if diverged := _verdict_of_diverged(claim, pairs):
-        return Finding(claim, diverged, math.inf, 0.0, len(pairs))
-    mean, half = interval_95([claim.measure(arm, other) for arm, other in pairs])
+        return Finding(claim, diverged, pairs=pairs)
+    differences = [claim.measure(arm, other) for arm, other in pairs]
+    if any(math.isnan(one) for one in differences):  # A training of a few steps has no curve.
+        return Finding(claim, Verdict.NOT_RUN, pairs=pairs)
+    mean, half = interval_95(differences)
     low, high = mean - half, mean + half
     if claim.rule is Rule.WITHIN:
         holds, fails = max(abs(low), abs(high)) < claim.limit, low > claim.limit or high < -claim.limit
@@ -127,7 +146,7 @@ def judge(claim: Claim, pairs: Sequence[tuple[Result, Result]]) -> Finding:
     else:
         holds, fails = low > claim.limit, high < claim.limit
     verdict = Verdict.REPRODUCED if holds else Verdict.REFUTED if fails else Verdict.UNSEEN
-    return Finding(claim, verdict, mean, half, len(pairs))
+    return Finding(claim, verdict, mean, half, pairs)
 
 
 def _verdict_of_diverged(claim: Claim, pairs: Sequence[tuple[Result, Result]]) -> Verdict | None:
@@ -136,6 +155,6 @@ def _verdict_of_diverged(claim: Claim, pairs: Sequence[tuple[Result, Result]]) -
         return Verdict.UNSEEN
     if not any(arm.loss > MOST_LOSS for arm, _ in pairs):
         return None
-    if claim.rule is not Rule.ABOVE:
-        return Verdict.REFUTED
-    return Verdict.REPRODUCED if claim.measure in (loss, perplexity) else Verdict.UNSEEN
+    if claim.measure not in (loss, perplexity):
+        return Verdict.UNSEEN
+    return Verdict.REPRODUCED if claim.rule is Rule.ABOVE else Verdict.REFUTED
