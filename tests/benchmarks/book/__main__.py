@@ -30,18 +30,18 @@ What the papers on training with rare synchronisation say, tested here by one co
 (two layers, 0.12 million parameters, bytes of Python's standard library), so an effect that depends on size may be
 missing.
 
-- **Base.** {BASE.workers} workers (K), a round each {BASE.inner_steps} steps (H), {BASE.steps} inner steps of each worker,
-  batches of {BASE.batch} x {LENGTH} bytes, from scratch, all workers on the same text. Inner AdamW with rate
+- **Base.** {BASE.workers} workers (K), a round each {BASE.inner_steps} steps (H), {BASE.steps} inner steps of each
+  worker, batches of {BASE.batch} x {LENGTH} bytes, from scratch, all workers on the same text. Inner AdamW with rate
   {BASE.inner_lr:g}, on a cosine to a tenth. Outer Nesterov with rate {BASE.outer_lr:g} and momentum {BASE.momentum:g}.
   The columns "arm" and "against" say what differs from it.
 - **Effects.** Pairs of trainings have the same seed, text and start. An effect is the mean of the paired differences,
-  with its 95 % interval by Student's t. *Reproduced* and *refuted here* mean that the whole interval lies on one side of
-  the limit. The smallest visible effect is half the width of the interval. Seeds were chosen before the run.
-- **Many claims.** {{claims}} claims with 95 % intervals: one or two verdicts may be wrong by chance. Most claims compare
-  with the same base, so their errors are not independent.
-- **Units.** A token is a byte. A percent of perplexity per byte is about four percent per token of four bytes, so limits
-  in percent of perplexity are stricter in a paper than here. So both units are given.
-- **Rates.** Each rate that is not the base's was chosen by the grids at the end, with seeds that no claim uses.
+  with its 95 % interval by Student's t. *Reproduced* and *refuted here* mean that the whole interval is on one side
+  of the limit. The smallest visible effect is half the width of the interval. Seeds were chosen before the run.
+- **Many claims.** {{claims}} claims with 95 % intervals: one or two verdicts may be wrong by chance. Most claims
+  compare with the same base, so their errors are not independent.
+- **Units.** A token is a byte. A percent of perplexity per byte is about four percent per token of four bytes. So a
+  limit in percent of perplexity is wider here than in a paper, and each effect is given in both units.
+- **Rates.** The grids at the end chose the rates, with seeds that no claim uses.
 """
 
 
@@ -112,10 +112,10 @@ def write(store: cells.Store, chapters: dict[str, list[Claim]], name: str) -> No
     report.draw_curves(store, RESULTS / f"{name}_curves.svg")
     versions = store.versions([*cells_of(chapters, list(chapters)), *grid_cells()])
     trained = ", ".join(f"{count} at commit {commit} (code {code})" for (code, commit), count in versions.most_common())
+    written = f"Written on {datetime.now(UTC):%Y-%m-%d}. {len(findings)} claims: {report.summary(findings)}."
     lines = [
         HEAD.format(claims=len(findings)),
-        f"Written on {datetime.now(UTC):%Y-%m-%d}. {len(findings)} claims: {report.summary(findings)}. Trainings: "
-        f"{trained or 'none'}.",
+        f"{written} Trainings: {trained or 'none'}.",
         "",
         *report.verdicts(found),
         "",
