@@ -41,7 +41,8 @@ Every configuration key can be set in the file (TOML), in the environment as DIL
 --section.key VALUE; later ones in this list override earlier ones, and values set on the dashboard override all.
 `diloco-node config` prints all keys.
 Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
-10 the run speaks another protocol, or a newer version wrote the checkpoint; 70 internal error."""
+10 the run speaks another protocol, or a newer version wrote the checkpoint; 70 internal error; 75 start it again: the
+program was updated, or the disk was full."""
 
 ANY_HELP = (
     "join a run of the directory: of the runs that this machine can train and that answer, the one with the most "
