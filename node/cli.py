@@ -528,22 +528,27 @@ def _install_service(call: Call) -> int:
     from node.config.loader import settings_as_variables
 
     args, place = call.args, service.this_place()
-    is_system = args.system or (place.user_id == 0 and not args.user)
-    variables = settings_as_variables(call.loaded)
-    variables.pop("DILOCO_NODE__DATA_DIR", None)
-    is_own_folder = call.loaded.origins["node.data_dir"] != "default"
+    scope: Literal["system", "user"] = "system" if args.system or (place.user_id == 0 and not args.user) else "user"
+    installed = service.read_installed(place, scope)
+    # What an earlier call has set stays, unless this one sets it.
+    variables = {**installed.settings, **settings_as_variables(call.loaded)}
+    variables.pop(service.DATA_DIR, None)
+    is_own_folder = call.loaded.origins["node.data_dir"] != DEFAULT
     if args.join is not None:
         from node.config.manifest import parse_invite
 
         parse_invite(args.join)
         variables["DILOCO_JOIN"] = args.join
+    config = args.config.resolve() if args.config is not None else installed.config
+    loaded = call.loaded if args.remove else load(file=config, environ=variables, flags=[])
     plan = service.plan_service(
         place,
-        "system" if is_system else "user",
-        data_dir=call.data_dir.absolute() if is_own_folder else None,
+        scope,
+        data_dir=call.data_dir.absolute() if is_own_folder else installed.data_dir,
         settings=variables,
-        config=args.config.resolve() if args.config is not None else None,
-        writable=_publish_folders(call.loaded.config.publish.to),
+        config=config,
+        writable=_publish_folders(loaded.config.publish.to),
+        environment=installed.environment,
     )
     if args.dry_run:
         print(service.describe(plan, is_removal=args.remove))
@@ -551,7 +556,8 @@ def _install_service(call: Call) -> int:
         service.remove(plan, service.run_command)
         print(f"The service is removed. The data folder {plan.data_dir} stays.")
     else:
-        service.install(plan, service.run_command)
+        if warning := service.install(plan, service.run_command):
+            print(f"diloco-node: {warning}", file=sys.stderr)
         print(f"The service was started, and starts again with this machine. See what it does: {plan.hint}")
     return 0
 
