@@ -673,6 +673,7 @@ def _doctor(call: Call) -> int:
     from node.commands.export import manifest_of
     from node.config.manifest import parse_invite
     from node.config.overrides import with_overrides
+    from node.status import Phase
 
     if call.args.members < 1:
         raise UsageError(f"A round has at least one member: --members {call.args.members} is too few.")
@@ -682,9 +683,11 @@ def _doctor(call: Call) -> int:
         raise UsageError(f"{call.data_dir} belongs to another run: use a separate --data-dir for this invite.")
     if manifest is None and invite is not None:
         print("The run is unknown before the first `run --join`: these results are for this configuration's own run.")
-    is_running = Client(call.data_dir).is_there()
+    phase = None
+    with suppress(UsageError):
+        phase = Phase(Client(call.data_dir).status()["phase"])
     loaded = with_overrides(call.loaded)
-    setup = doctor.NodeSetup(loaded.config, manifest, invite, call.args.members, is_running, loaded.origins)
+    setup = doctor.NodeSetup(loaded.config, manifest, invite, call.args.members, phase, loaded.origins)
     findings = []
     for finding in doctor.run_checks(setup):
         findings.append(finding)
