@@ -106,6 +106,10 @@ class DataDirectory:
         """Call `callback` with a sentence when an owner's request cannot be stored, and with "" when one was stored."""
         self._on_problem = callback
 
+    def has_trained(self) -> bool:
+        """Whether there is a checkpoint after a round. Blocks."""
+        return any(self.path.glob("checkpoints/round-[0-9]*"))
+
     def write_address(self, url: str, certificate: str = "", public_url: str = "") -> None:
         """Write the API's address and certificate (PEM) to `api.json`, where the other commands find them.
 
