@@ -41,6 +41,8 @@ TARGET ?= cpu
 IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
+# The format of OCI, Podman's default, has no HEALTHCHECK.
+IMAGE_FORMAT = $(if $(findstring podman,$(DOCKER)),--format docker)
 
 .PHONY: help run datasets test test-all test-docker test-pythons test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
 
@@ -155,7 +157,7 @@ ifeq ($(IMAGE_DASHBOARD),prebuilt)
 image: $(DASHBOARD)
 endif
 image:
-	@DOCKER_BUILDKIT=1 $(DOCKER) build --file docker/Dockerfile --target $(TARGET) --tag $(IMAGE) \
+	@DOCKER_BUILDKIT=1 $(DOCKER) build $(IMAGE_FORMAT) --file docker/Dockerfile --target $(TARGET) --tag $(IMAGE) \
 		--build-arg DASHBOARD=$(IMAGE_DASHBOARD) --build-arg REVISION="$(REVISION)" \
 		--label org.opencontainers.image.version="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' node/__init__.py)" \
 		--label org.opencontainers.image.revision="$$(git rev-parse HEAD 2>/dev/null || echo unknown)" \

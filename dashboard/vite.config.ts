@@ -1,3 +1,4 @@
+import { readdirSync, readFileSync } from "node:fs";
 import { resolve } from "node:path";
 import { gzipSync } from "node:zlib";
 import type { Plugin } from "vite";
@@ -28,6 +29,31 @@ function compressed(): Plugin {
   };
 }
 
+/** Writes the licences of the packages in the page, which must accompany it. docker/sbom.py reads the headings. */
+function licences(): Plugin {
+  return {
+    name: "licences",
+    apply: "build",
+    generateBundle: {
+      order: "post",
+      handler() {
+        const texts = new Map<string, string>();
+        for (const id of this.getModuleIds()) {
+          const folder = /^.*\/node_modules\/(?:@[^/]+\/)?[^/]+/.exec(id)?.[0];
+          if (folder === undefined) continue;
+          const { name, version, license } = JSON.parse(readFileSync(`${folder}/package.json`, "utf8"));
+          const file = readdirSync(folder).find((entry) => /^licen[cs]e/i.test(entry));
+          if (file === undefined) this.error(`${folder} has no file with its licence.`);
+          const text = readFileSync(`${folder}/${file}`, "utf8").trim();
+          texts.set(name, `## ${name} ${version} (${license})\n\n${text}\n`);
+        }
+        const source = [...texts.keys()].sort().map((name) => texts.get(name)).join("\n");
+        this.emitFile({ type: "asset", fileName: "THIRD_PARTY_LICENSES.txt", source });
+      },
+    },
+  };
+}
+
 export default defineConfig({
   build: {
     outDir: OUT,
@@ -38,7 +64,7 @@ export default defineConfig({
     modulePreload: { polyfill: false },
   },
   oxc: { jsx: { runtime: "automatic", importSource: "preact" } },
-  plugins: [compressed()],
+  plugins: [compressed(), licences()],
   test: { include: ["test/**/*.test.ts"], env: { TZ: "Europe/Berlin" }, isolate: false, maxWorkers: 1 },
   // Development with a running node: DILOCO_URL=http://127.0.0.1:8080 npx vite
   server: { proxy: { "/api": { target: process.env["DILOCO_URL"] ?? "http://127.0.0.1:8080" } } },

@@ -1,8 +1,9 @@
 """Prints the installed packages, with their licences, as a document of SPDX 2.3 in JSON. Used by `make sbom`.
 
 Runs inside the image from standard input, with the standard library only. Python packages are read from their metadata,
-Debian packages from dpkg and their copyright files. Many state their licence as a text, not as an expression of SPDX.
-So it is in the field `licenseComments`, and `licenseDeclared` makes no assertion.
+Debian packages from dpkg and their copyright files, those of the page from its file of licences. Many state their
+licence as a text, not as an expression of SPDX. So it is in the field `licenseComments`, and `licenseDeclared` makes no
+assertion.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import uuid
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -79,14 +81,25 @@ def rows() -> list[tuple[str, str, str, str]]:
     if p2pd:
         version = metadata.version("hivemind")
         found.append(("bundled", "go-libp2p-daemon (p2pd)", f"as in hivemind {version}", "MIT; Apache-2.0"))
-    return sorted(found)  # type: ignore[arg-type]
+    return sorted([*found, *page_packages()])  # type: ignore[arg-type]
 
 
-PURL_TYPES = {"debian": "deb/debian", "python": "pypi"}
+def page_packages() -> list[tuple[str, str, str, str]]:
+    """The packages whose code the page contains; none if the page was not built."""
+    found = find_spec("node")
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        file = Path(folder, "api", "static", "THIRD_PARTY_LICENSES.txt")
+        if file.exists():
+            headings = re.findall(r"^## (\S+) (\S+) \((.+)\)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            return [("npm", *heading) for heading in headings]
+    return []
+
+
+PURL_TYPES = {"debian": "deb/debian", "python": "pypi", "npm": "npm"}
 
 
 def spdx_package(number: int, kind: str, name: str, version: str, licence: str) -> dict[str, Any]:
-    """The `packages` entry (SPDX 2.3, section 7). Its package URL names a package of Debian or PyPI."""
+    """The `packages` entry (SPDX 2.3, section 7). Its package URL names a package of Debian, PyPI or npm."""
     package: dict[str, Any] = {
         "SPDXID": f"SPDXRef-Package-{number}",
         "name": name,

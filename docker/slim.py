@@ -39,7 +39,8 @@ FILES = (
 )
 MODELS_KEPT = ("auto", "llama", "mistral", "qwen2", "qwen3")
 """Models of `transformers` whose code is kept. Of the others, a node needs the tokenizer and the configuration only."""
-MODEL_FILES_KEPT = ("__init__.py", "configuration_*.py", "tokenization_*.py")
+MODEL_FILES_KEPT = ("__init__.py", "configuration_*.py", "tokenization_*.py", "*_normalizer.py")
+"""Some tokenizers import a normalizer beside them."""
 STRIPPED = ("torch/lib/libtorch*.so",)
 
 

@@ -41,7 +41,8 @@ Every configuration key can be set in the file (TOML), in the environment as DIL
 --section.key VALUE; later ones in this list override earlier ones, and values set on the dashboard override all.
 `diloco-node config` prints all keys.
 Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
-10 the run speaks another protocol, or a newer version wrote the checkpoint; 70 internal error."""
+10 the run speaks another protocol, or a newer version wrote the checkpoint; 70 internal error; 75 start it again: the
+program was updated, or the disk was full."""
 
 ANY_HELP = (
     "join a run of the directory: of the runs that this machine can train and that answer, the one with the most "
@@ -527,22 +528,27 @@ def _install_service(call: Call) -> int:
     from node.config.loader import settings_as_variables
 
     args, place = call.args, service.this_place()
-    is_system = args.system or (place.user_id == 0 and not args.user)
-    variables = settings_as_variables(call.loaded)
-    variables.pop("DILOCO_NODE__DATA_DIR", None)
-    is_own_folder = call.loaded.origins["node.data_dir"] != "default"
+    scope: Literal["system", "user"] = "system" if args.system or (place.user_id == 0 and not args.user) else "user"
+    installed = service.read_installed(place, scope)
+    # What an earlier call has set stays, unless this one sets it.
+    variables = {**installed.settings, **settings_as_variables(call.loaded)}
+    variables.pop(service.DATA_DIR, None)
+    is_own_folder = call.loaded.origins["node.data_dir"] != DEFAULT
     if args.join is not None:
         from node.config.manifest import parse_invite
 
         parse_invite(args.join)
         variables["DILOCO_JOIN"] = args.join
+    config = args.config.resolve() if args.config is not None else installed.config
+    loaded = call.loaded if args.remove else load(file=config, environ=variables, flags=[])
     plan = service.plan_service(
         place,
-        "system" if is_system else "user",
-        data_dir=call.data_dir.absolute() if is_own_folder else None,
+        scope,
+        data_dir=call.data_dir.absolute() if is_own_folder else installed.data_dir,
         settings=variables,
-        config=args.config.resolve() if args.config is not None else None,
-        writable=_publish_folders(call.loaded.config.publish.to),
+        config=config,
+        writable=_publish_folders(loaded.config.publish.to),
+        environment=installed.environment,
     )
     if args.dry_run:
         print(service.describe(plan, is_removal=args.remove))
@@ -550,7 +556,8 @@ def _install_service(call: Call) -> int:
         service.remove(plan, service.run_command)
         print(f"The service is removed. The data folder {plan.data_dir} stays.")
     else:
-        service.install(plan, service.run_command)
+        if warning := service.install(plan, service.run_command):
+            print(f"diloco-node: {warning}", file=sys.stderr)
         print(f"The service was started, and starts again with this machine. See what it does: {plan.hint}")
     return 0
 
@@ -666,6 +673,7 @@ def _doctor(call: Call) -> int:
     from node.commands.export import manifest_of
     from node.config.manifest import parse_invite
     from node.config.overrides import with_overrides
+    from node.status import Phase
 
     if call.args.members < 1:
         raise UsageError(f"A round has at least one member: --members {call.args.members} is too few.")
@@ -675,9 +683,11 @@ def _doctor(call: Call) -> int:
         raise UsageError(f"{call.data_dir} belongs to another run: use a separate --data-dir for this invite.")
     if manifest is None and invite is not None:
         print("The run is unknown before the first `run --join`: these results are for this configuration's own run.")
-    is_running = Client(call.data_dir).is_there()
+    phase = None
+    with suppress(UsageError):
+        phase = Phase(Client(call.data_dir).status()["phase"])
     loaded = with_overrides(call.loaded)
-    setup = doctor.NodeSetup(loaded.config, manifest, invite, call.args.members, is_running, loaded.origins)
+    setup = doctor.NodeSetup(loaded.config, manifest, invite, call.args.members, phase, loaded.origins)
     findings = []
     for finding in doctor.run_checks(setup):
         findings.append(finding)

@@ -30,6 +30,7 @@ from node.errors import MachineError, UsageError
 from node.host.cgroup import memory_limit, quota_cores
 from node.host.ports import API_PORT_FILE, LISTEN_PORT_FILE, PortFile, choose
 from node.multiaddress import parse
+from node.status import Phase
 from node.training.algorithm import payload_bytes
 from node.training.device import ComputeDevice, choose_device
 from node.training.fit import GB, choose_execution, compare_resources, estimate_requirements
@@ -73,13 +74,22 @@ class NodeSetup:
     invite: Invite | None
     members: int
     """Assumed number of members of a round."""
-    is_running: bool
-    """Whether a node runs on this data folder now."""
+    phase: Phase | None
+    """Phase of the node that runs on this data folder now; None without one."""
     origins: Mapping[str, str]
     """Source of each configured key."""
 
     def is_default(self, key: str) -> bool:
         return self.origins.get(key) == DEFAULT
+
+    @property
+    def is_running(self) -> bool:
+        return self.phase is not None
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the node that runs has the memory that its run needs."""
+        return self.phase in (Phase.TRAINING, Phase.SYNCING)
 
     @property
     def run(self) -> RunConfig:
@@ -102,6 +112,9 @@ def run_checks(setup: NodeSetup) -> Iterator[Finding]:
         resources = list(_check_resources(setup, device))
         yield from resources
         if not is_healthy(resources):
+            return
+        if any(finding.verdict == "warn" for finding in resources):
+            yield Finding("warn", "device", "Not measured, because the node needs its memory: pause it first.")
             return
         step_s, stall_s = _measure(run, device, config.devices)
     except MachineError as exc:
@@ -271,6 +284,8 @@ def _check_resources(setup: NodeSetup, device: ComputeDevice) -> Iterator[Findin
         subject, text = what.split()[-1], f"{needed / GB:.2f} GB of {what}, {free / GB:.3g} GB free"
         if needed <= free:
             yield Finding("ok", subject, f"{text}.")
+        elif setup.has_memory and what in ("memory", "GPU memory"):
+            yield Finding("warn", subject, f"{text}, besides what the node that trains here uses.")
         else:
             yield Finding("fault", subject, f"{text}: {remedy}.")
 

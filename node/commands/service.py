@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import platform
 import plistlib
@@ -15,11 +16,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
+from xml.parsers.expat import ExpatError
 
-from node.errors import MachineError, UsageError
+from node.errors import MachineError, UsageError, cause_of
 from node.host.files import write_whole
 
 Scope = Literal["system", "user"]
@@ -27,6 +30,7 @@ Scope = Literal["system", "user"]
 NAME = "diloco-node"
 LABEL = "org.diloco.node"
 USER = "diloco"
+DATA_DIR = "DILOCO_NODE__DATA_DIR"
 SYSTEM_DATA = Path("/var/lib/diloco-node")
 SYSTEM_ENVIRONMENT = Path("/etc/diloco-node.env")
 PRIVATE_FOLDERS = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))  # noqa: S108
@@ -36,6 +40,8 @@ NEEDS_A_PERSON = (2, 3, 4, 10)
 STOP_S = 60
 """Longest time of a stop. A node saves for up to 50 s."""
 COMMAND_TIMEOUT_S = 120.0
+GPU_GROUPS = ("render", "video")
+"""Groups that may open the files of GPUs, such as /dev/kfd. Not every machine has them."""
 
 Runner = Callable[[Sequence[str]], int]
 """Runs a command and returns its exit code."""
@@ -53,6 +59,8 @@ class Place:
     home: Path
     program: Path
     """The installed program `diloco-node`."""
+    gpu_groups: tuple[str, ...] = ()
+    """Those of GPU_GROUPS that this machine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,8 @@ class ServicePlan:
     files: tuple[ServiceFile, ...]
     before: tuple[tuple[str, ...], ...]
     """Commands before the files are written."""
+    linger: tuple[str, ...]
+    """Command before `start`, so that the service runs while its user is not logged in; empty if nothing is needed."""
     start: tuple[tuple[str, ...], ...]
     stop: tuple[tuple[str, ...], ...]
     """Commands that end the service before its files are removed."""
@@ -77,6 +87,51 @@ class ServicePlan:
     """The user to whom the data folder must belong if it has files; empty means the caller."""
 
 
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The service that an earlier call has installed; without one, all fields are empty."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the node."""
+    data_dir: Path | None = None
+    config: Path | None = None
+    environment: str = ""
+    """Text of systemd's environment file, with comments of its owner."""
+
+
+def read_installed(place: Place, scope: Scope) -> Installed:
+    """Read the service of this place and scope. Raises UsageError if its files are damaged, else as `plan_service`."""
+    _check_place(place, scope)
+    files = _service_files(place, scope)
+    try:
+        return _read_plist(*files) if place.system == "Darwin" else _read_unit(*files)
+    except (OSError, ValueError, LookupError, ExpatError) as exc:
+        named = " and ".join(map(str, files))
+        raise UsageError(f"The installed service cannot be read ({cause_of(exc)}): remove {named}.") from exc
+
+
+def _read_unit(environment: Path, unit: Path) -> Installed:
+    variables = environment.read_text(encoding="utf-8") if environment.exists() else ""
+    settings = {found[1]: _unquoted(found[2]) for found in _ASSIGNMENT.finditer(variables)}
+    text = unit.read_text(encoding="utf-8") if unit.exists() else ""
+    assigned = dict(word.partition("=")[::2] for word in _words_in_unit(text, "Environment"))
+    data_dir = (assigned | settings).get(DATA_DIR)
+    command = [word.replace("$$", "$") for word in _words_in_unit(text, "ExecStart")]
+    return Installed(settings, Path(data_dir) if data_dir else None, _config_of(command), variables)
+
+
+def _read_plist(file: Path) -> Installed:
+    if not file.exists():
+        return Installed()
+    content = plistlib.loads(file.read_bytes())
+    settings = dict(content["EnvironmentVariables"])
+    return Installed(settings, Path(settings[DATA_DIR]), _config_of(content["ProgramArguments"]))
+
+
+def _config_of(command: Sequence[str]) -> Path | None:
+    return next((Path(after) for word, after in pairwise(command) if word == "--config"), None)
+
+
 def plan_service(
     place: Place,
     scope: Scope,
@@ -85,24 +140,39 @@ def plan_service(
     settings: Mapping[str, str] | None = None,
     config: Path | None = None,
     writable: Sequence[Path] = (),
+    environment: str = "",
 ) -> ServicePlan:
     """Plan the service. `settings` are environment variables of the node, `config` is its TOML file.
 
-    `writable` are further folders that the node writes to. Raises UsageError where the scope does not fit the user,
-    and MachineError on other systems.
+    `writable` are further folders that the node writes to. `environment` is the text of the environment file that
+    exists. Raises UsageError where the scope does not fit the user, and MachineError on other systems.
     """
     settings = dict(settings or {})
+    _check_place(place, scope)
+    if place.system == "Linux":
+        return _plan_systemd(place, scope, data_dir, settings, config, writable, environment)
+    return _plan_launchd(place, scope, data_dir, settings, config)
+
+
+def _check_place(place: Place, scope: Scope) -> None:
     if scope == "system" and place.user_id != 0:
         raise UsageError("A service of the whole machine needs root: use sudo, or --user for a service of yours.")
     if scope == "user" and place.user_id == 0:
         raise UsageError("A user service of root would run as root: use --system, or call this as the user.")
-    if place.system == "Linux":
-        return _plan_systemd(place, scope, data_dir, settings, config, writable)
+    if place.system not in ("Linux", "Darwin"):
+        raise MachineError(
+            f"install-service knows systemd and launchd, not {place.system}: start `diloco-node run` by hand."
+        )
+
+
+def _service_files(place: Place, scope: Scope) -> tuple[Path, ...]:
+    """The files of the service: environment file and unit, or the plist."""
+    is_system = scope == "system"
     if place.system == "Darwin":
-        return _plan_launchd(place, scope, data_dir, settings, config)
-    raise MachineError(
-        f"install-service knows systemd and launchd, not {place.system}: start `diloco-node run` by hand."
-    )
+        folder = Path("/Library/LaunchDaemons") if is_system else place.home / "Library/LaunchAgents"
+        return (folder / f"{LABEL}.plist",)
+    units = Path("/etc/systemd/system") if is_system else place.home / ".config/systemd/user"
+    return SYSTEM_ENVIRONMENT if is_system else place.home / ".config/diloco-node.env", units / f"{NAME}.service"
 
 
 # systemd
@@ -115,6 +185,7 @@ def _plan_systemd(
     settings: Mapping[str, str],
     config: Path | None,
     writable: Sequence[Path],
+    environment: str,
 ) -> ServicePlan:
     is_system = scope == "system"
     if is_system:
@@ -126,9 +197,7 @@ def _plan_systemd(
                     "/opt/diloco, keep its configuration in /etc and its data in /var/lib or /srv, or use --user."
                 )
     data_dir = data_dir or (SYSTEM_DATA if is_system else place.home / ".local/share/diloco-node")
-    units = Path("/etc/systemd/system") if is_system else place.home / ".config/systemd/user"
-    environment = SYSTEM_ENVIRONMENT if is_system else place.home / ".config/diloco-node.env"
-    unit = units / f"{NAME}.service"
+    environment_file, unit = _service_files(place, scope)
     command = [str(place.program), "run", *(("--config", str(config)) if config is not None else ())]
     manager = ("systemctl",) if is_system else ("systemctl", "--user")
     before: tuple[tuple[str, ...], ...] = ()
@@ -139,16 +208,12 @@ def _plan_systemd(
     as_user = f"sudo -u {USER} " if is_system else ""
     return ServicePlan(
         files=(
-            ServiceFile(environment, _environment_text(settings), 0o600),
-            ServiceFile(unit, _unit_text(is_system, data_dir, environment, command, writable), 0o644),
+            ServiceFile(environment_file, _environment_text(settings, environment), 0o600),
+            ServiceFile(unit, _unit_text(place, scope, data_dir, environment_file, command, writable), 0o644),
         ),
         before=before,
-        start=(
-            *(() if is_system else (("loginctl", "enable-linger", place.user_name),)),
-            (*manager, "daemon-reload"),
-            (*manager, "enable", NAME),
-            (*manager, "restart", NAME),
-        ),
+        linger=() if is_system else ("loginctl", "enable-linger", place.user_name),
+        start=((*manager, "daemon-reload"), (*manager, "enable", NAME), (*manager, "restart", NAME)),
         stop=((*manager, "disable", "--now", NAME),),
         data_dir=data_dir,
         owner=USER if is_system and data_dir != SYSTEM_DATA else "",
@@ -156,10 +221,27 @@ def _plan_systemd(
     )
 
 
-def _environment_text(settings: Mapping[str, str]) -> str:
-    lines = [f"{name}={_systemd_quote(value)}" for name, value in sorted(settings.items())]
+def _environment_text(settings: Mapping[str, str], before: str) -> str:
+    """Return `before`, the text of the environment file, with these settings. All other lines stay."""
+    known = {found[1]: _unquoted(found[2]) for found in _ASSIGNMENT.finditer(before)}
+    changed = {name: value for name, value in sorted(settings.items()) if known.get(name) != value}
+    # The data folder is in the unit, which this file would override.
+    kept = _ASSIGNMENT.sub(lambda found: "" if found[1] in {*changed, DATA_DIR} else found[0], before)
     about = "# DILOCO_JOIN=INVITE, DILOCO_NODE__NAME=..., and every other key as DILOCO_SECTION__KEY."
-    return "\n".join([about, *lines]) + "\n"
+    lines = [f"{name}={_systemd_quote(value)}" for name, value in changed.items() if name != DATA_DIR]
+    return "\n".join([kept.rstrip("\n") or about, *lines]) + "\n"
+
+
+_ASSIGNMENT = re.compile(
+    r"""^[ \t]*(\w+)[ \t]*=[ \t]*("(?:[^"\\]|\\[\s\S])*"|'[^']*'|.*?)[ \t]*$\n?""", re.ASCII | re.MULTILINE
+)
+"""A variable of an environment file: its name, and its value with quotes."""
+
+
+def _unquoted(value: str) -> str:
+    if value[:1] == '"':
+        return re.sub(r"""\\(["\\`$])""", r"\1", value[1:-1])
+    return value.strip("'")
 
 
 def _systemd_quote(value: str) -> str:
@@ -173,19 +255,26 @@ def _in_unit(word: str) -> str:
     return (word if is_plain else _systemd_quote(word)).replace("%", "%%")
 
 
+def _words_in_unit(unit: str, key: str) -> list[str]:
+    """Read the words of all lines with a key, as `_in_unit` has written them."""
+    lines = re.findall(rf"^{key}=(.*)$", unit, re.MULTILINE)
+    return [word.replace("%%", "%") for line in lines for word in shlex.split(line)]
+
+
 def _unit_text(
-    is_system: bool, data_dir: Path, environment: Path, command: Sequence[str], writable: Sequence[Path]
+    place: Place, scope: Scope, data_dir: Path, environment: Path, command: Sequence[str], writable: Sequence[Path]
 ) -> str:
+    is_system = scope == "system"
     variables = {
-        "DILOCO_NODE__DATA_DIR": data_dir,
+        DATA_DIR: data_dir,
         "HF_HOME": data_dir / "cache/huggingface",
         "XDG_CACHE_HOME": data_dir / "cache",
         "DILOCO_LOG__FORMAT": "json",
     }
     assigned = "\n".join(f"Environment={_in_unit(f'{name}={value}')}" for name, value in variables.items())
-    who = f"User={USER}\nGroup={USER}\n" if is_system else ""
+    groups = f"SupplementaryGroups={' '.join(place.gpu_groups)}\n" if place.gpu_groups else ""
+    who = f"User={USER}\nGroup={USER}\n{groups}" if is_system else ""
     state = "StateDirectory=diloco-node\nStateDirectoryMode=0700\n" if data_dir == SYSTEM_DATA else ""
-    # Most sandboxing needs privileges that a user's systemd does not have everywhere.
     sandbox = _sandbox([*([] if state else [data_dir]), *writable]) if is_system else ""
     words = " ".join(_in_unit(word).replace("$", "$$") for word in command)
     return f"""\
@@ -195,8 +284,8 @@ Description=diloco-node: trains an open language model together with others
 Documentation=https://arxiv.org/abs/2311.08105
 Wants=network-online.target
 After=network-online.target
-StartLimitIntervalSec=10min
-StartLimitBurst=10
+# Never give up after a failure that another start may repair, such as a full disk.
+StartLimitIntervalSec=0
 
 [Service]
 {who}EnvironmentFile=-{environment}
@@ -205,7 +294,7 @@ StartLimitBurst=10
 # 0: stopped on request. {_listed(NEEDS_A_PERSON)} (usage, this machine, refused, another protocol) need a person.
 Restart=on-failure
 RestartPreventExitStatus={" ".join(map(str, NEEDS_A_PERSON))}
-RestartSec=10s
+RestartSec=30s
 KillSignal=SIGTERM
 # Only the supervisor gets the signal; it ends the other processes in order.
 KillMode=mixed
@@ -225,9 +314,11 @@ WantedBy={"multi-user.target" if is_system else "default.target"}
 
 
 def _sandbox(writable: Sequence[Path]) -> str:
+    """The sandbox of a system service. Most of it needs privileges that a user's systemd does not have everywhere."""
     return _SYSTEM_SANDBOX + "".join(f"ReadWritePaths={_in_unit(str(folder))}\n" for folder in writable)
 
 
+# Not ProtectClock: systemd before 253 then denies the files of GPUs. Without capabilities the clock is safe anyway.
 _SYSTEM_SANDBOX = """\
 CapabilityBoundingSet=
 AmbientCapabilities=
@@ -238,7 +329,6 @@ ProtectControlGroups=true
 ProtectKernelLogs=true
 ProtectKernelModules=true
 ProtectKernelTunables=true
-ProtectClock=true
 ProtectHostname=true
 RestrictSUIDSGID=true
 RestrictNamespaces=true
@@ -260,11 +350,10 @@ def _plan_launchd(
     if is_system and place.user_name in ("", "root"):
         raise UsageError("A system service runs as the user who installs it: call this with sudo as that user.")
     data_dir = data_dir or place.home / ".local/share/diloco-node"
-    folder = Path("/Library/LaunchDaemons") if is_system else place.home / "Library/LaunchAgents"
     domain = "system" if is_system else f"gui/{place.user_id}"
-    path = folder / f"{LABEL}.plist"
+    (path,) = _service_files(place, scope)
     # launchd restarts after every failure, so the node stays up after a fatal error and says there what to change.
-    variables = {"DILOCO_NODE__DATA_DIR": str(data_dir), "DILOCO_NODE__PERSIST": "true", **settings}
+    variables = {"DILOCO_NODE__PERSIST": "true", **settings, DATA_DIR: str(data_dir)}
     content: dict[str, object] = {
         "Label": LABEL,
         "ProgramArguments": [str(place.program), "run", *(("--config", str(config)) if config is not None else ())],
@@ -286,6 +375,7 @@ def _plan_launchd(
     return ServicePlan(
         files=(ServiceFile(path, plistlib.dumps(content).decode(), 0o600),),
         before=(),
+        linger=(),
         start=(("launchctl", "bootstrap", domain, str(path)),),
         stop=(("launchctl", "bootout", f"{domain}/{LABEL}"),),
         data_dir=data_dir,
@@ -300,18 +390,19 @@ def describe(plan: ServicePlan, *, is_removal: bool = False) -> str:
     """Return what `install` or `remove` would do, as text: each file with its content, and each command."""
     if is_removal:
         lines = [*(shlex.join(command) for command in plan.stop), *(f"rm {file.path}" for file in plan.files)]
+        lines += [shlex.join(plan.start[0])] if _is_of_systemd(plan) else []
         return "\n".join([*lines, f"# The data folder {plan.data_dir} stays."])
     parts = [shlex.join(command) for command in plan.before]
     parts += [f"# {file.path}, mode {file.mode:04o}\n{file.text}" for file in plan.files]
-    parts += [shlex.join(command) for command in plan.start]
+    parts += [shlex.join(command) for command in (plan.linger, *plan.start) if command]
     return "\n".join(parts)
 
 
-def install(plan: ServicePlan, run: Runner) -> None:
-    """Write the files and start the service. Raises MachineError if a file or command fails.
+def install(plan: ServicePlan, run: Runner) -> str:
+    """Write the files and start the service. A service that runs is restarted.
 
-    Raises UsageError if the data folder has files of another user, which the service's user would take over.
-    An environment file that exists stays, because its owner may have changed it. A service that runs is restarted.
+    Returns a warning if the service ends when its user logs out, else an empty string. Raises MachineError if a file or
+    command fails, and UsageError if the data folder has files of another user, which this service would take over.
     """
     _check_owner(plan)
     for command in plan.before:
@@ -319,8 +410,6 @@ def install(plan: ServicePlan, run: Runner) -> None:
             _check(command, run(command))
     is_update = any(file.path.exists() for file in plan.files)
     for file in plan.files:
-        if file.path.name.endswith(".env") and file.path.exists() and not _has_settings(file.text):
-            continue
         try:
             file.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file.path, file.text)
@@ -330,8 +419,12 @@ def install(plan: ServicePlan, run: Runner) -> None:
     if is_update and plan.start[0][0] == "launchctl":
         for command in plan.stop:
             run(command)  # It may not be loaded.
+    warning = ""
+    if plan.linger and run(plan.linger):
+        warning = f"The service ends when you log out, because `{shlex.join(plan.linger)}` failed: run it with sudo."
     for command in plan.start:
         _check(command, run(command))
+    return warning
 
 
 def _check_owner(plan: ServicePlan) -> None:
@@ -353,17 +446,33 @@ def _has_user(name: str) -> bool:
     return True
 
 
-def _has_settings(environment: str) -> bool:
-    return any(line and not line.startswith("#") for line in environment.splitlines())
+def _has_group(name: str) -> bool:
+    try:
+        grp.getgrnam(name)
+    except KeyError:
+        return False
+    return True
 
 
 def remove(plan: ServicePlan, run: Runner) -> None:
-    """End the service and remove its files. The data folder and the service's user stay."""
+    """End the service and remove its files. The data folder and the service's user stay.
+
+    Raises MachineError if a service of systemd does not end; its files stay then.
+    """
+    is_there = plan.files[-1].path.exists()
     for command in plan.stop:
-        run(command)  # It may be gone already.
+        code = run(command)
+        if is_there and _is_of_systemd(plan):  # Otherwise the service may be gone already.
+            _check(command, code)
     for file in plan.files:
         with suppress(FileNotFoundError):
             file.path.unlink()
+    if _is_of_systemd(plan):
+        run(plan.start[0])  # Lets systemd forget the unit.
+
+
+def _is_of_systemd(plan: ServicePlan) -> bool:
+    return plan.files[-1].path.suffix == ".service"
 
 
 def _check(command: Sequence[str], code: int) -> None:
@@ -390,4 +499,5 @@ def this_place() -> Place:
     system = platform.system()
     if system == "Darwin" and os.getuid() == 0 and (caller := os.environ.get("SUDO_USER")):
         user = pwd.getpwnam(caller)
-    return Place(system, os.getuid(), user.pw_name, Path(user.pw_dir), program)
+    groups = tuple(filter(_has_group, GPU_GROUPS))
+    return Place(system, os.getuid(), user.pw_name, Path(user.pw_dir), program, groups)

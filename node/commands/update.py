@@ -1,24 +1,31 @@
 """`update`: checks a signed release file, and installs its wheel only if told to.
 
-Nothing in this program calls it by itself. What is downloaded is checked before it is given to pip.
+Nothing in this program calls it by itself. The wheel is checked before it is given to pip; what pip downloads for it
+besides is not.
 """
 
 from __future__ import annotations
 
+import email
 import hashlib
+import io
+import shlex
 import subprocess
 import sys
 import tempfile
 import tomllib
 import urllib.request
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
+from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from node.commands.release_file import SIZE_MAX_BYTES, Release, read_release
@@ -29,6 +36,8 @@ from node.host.printable import printable
 SOURCE = Path(__file__).with_name("release.toml")
 TIMEOUT_S = 30.0
 LINE_LENGTH_MAX = 300
+TORCH_INDEX = "https://download.pytorch.org/whl"
+"""PyTorch's indexes of its builds. Each has the name of its builds' local version label, such as `cpu`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,8 @@ def has_pip() -> bool:
 def install(source: ReleaseSource, release: Release, run: Callable[[Sequence[str]], int]) -> None:
     """Download the wheel, compare it with the signed hash, and let pip install it into this environment.
 
-    `run` runs a command and returns its exit code. Raises ReleaseError for another file, and MachineError if pip fails.
+    `run` runs a command and returns its exit code. Raises ReleaseError for another file, and MachineError if pip would
+    install another build of torch, or if pip fails.
     """
     if not has_pip():
         raise UsageError(
@@ -106,12 +116,49 @@ def install(source: ReleaseSource, release: Release, run: Callable[[Sequence[str
             f"{release.wheel} is not the file that the release file names: nothing is installed. Try again later.",
             code="wrong_wheel",
         )
+    _check_torch(data)
+    pip_command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
         wheel = Path(folder, release.wheel)
         wheel.write_bytes(data)
-        command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "install", "--upgrade", str(wheel)]
-        if run(command):
-            raise MachineError("pip could not install the new version: see its message above. The old one stays.")
+        is_failed = run([*pip_command, "install", "--upgrade", str(wheel)])
+    is_unfit = run([*pip_command, "check"])
+    if is_failed or is_unfit:
+        fault = "pip could not install the new version" if is_failed else "The packages do not fit together"
+        raise MachineError(
+            f"{fault}: see the message above. Version {_installed('diloco-node') or 'none'} is installed now, and "
+            f"`pip check` finds {'conflicts' if is_unfit else 'no conflict'}."
+        )
+
+
+def _check_torch(wheel: bytes) -> None:
+    """Raise MachineError if pip would replace torch by the build of its default index, which may lack this GPU."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            lines = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
+    except (zipfile.BadZipFile, StopIteration) as exc:
+        raise ReleaseError("The release is not a wheel: nothing is installed. Report it.", code="wrong_wheel") from exc
+    installed = _installed("torch")
+    build = Version(installed).local if installed else None
+    needed = next((one for one in map(Requirement, lines) if one.name == "torch" and one.marker is None), None)
+    if installed is None or build is None or needed is None or needed.specifier.contains(installed):
+        return
+    index = f"{TORCH_INDEX}/{build}"
+    command = [sys.executable, "-m", "pip", "install", f"torch{needed.specifier}", "--index-url", index]
+    raise MachineError(
+        f"The new version needs torch{needed.specifier}, and pip would replace torch {installed} by a build for other "
+        f"machines: run `{shlex.join(command)}`, and then this command again. Nothing is installed yet.",
+        code="torch_build",
+    )
+
+
+def _installed(package: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def pip(command: Sequence[str]) -> int:

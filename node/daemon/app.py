@@ -83,9 +83,10 @@ def run(
 ) -> int:
     """Run a node until it is asked to stop, the run is complete, or the worker gives up. Returns the exit code.
 
-    Raises UsageError (exit code 2) if the data directory cannot be used, and MachineError (3) if the API cannot listen
-    on its port. The next free port replaces a default port that is in use. `on_status` is called with each new status,
-    at first perhaps before `api.json` exists. Call this on the main thread, because it handles SIGTERM and SIGINT.
+    Raises UsageError (exit code 2) if the data directory cannot be used, RestartError (75) if its disk is full, and
+    MachineError (3) if the API cannot listen on its port. The next free port replaces a default port that is in use.
+    `on_status` is called with each new status, at first perhaps before `api.json` exists. Call this on the main thread,
+    because it handles SIGTERM and SIGINT.
     """
     parts = parts or Parts()
     with (

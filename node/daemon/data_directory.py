@@ -19,9 +19,9 @@ from pydantic import ValidationError
 from node.api.node_interface import Space
 from node.config.overrides import KeyFault, OverrideError
 from node.config.schema import Config
-from node.errors import DataFolderError, QuotaError, RestartError
+from node.errors import DataFolderError, NodeError, QuotaError, RestartError
 from node.host.disk_quota import Quota, quota_bytes
-from node.host.files import write_whole
+from node.host.files import NO_SPACE, write_whole
 from node.status import Moment, Notice, SavedCounters, Value
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class DataDirectory:
 
     @classmethod
     def open(cls, path: Path) -> DataDirectory:
-        """Create, check and lock the directory. Raises DataFolderError."""
+        """Create, check and lock the directory. Raises DataFolderError, and RestartError if the disk is full."""
         path = path.expanduser().absolute()
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,18 +78,15 @@ class DataDirectory:
             probe.unlink()
             lock_fd = _lock(path / "lock")
         except OSError as exc:
-            raise DataFolderError(
-                f"The data folder {path} cannot be written ({exc.strerror}): "
-                "repair its permissions or choose another with --data-dir."
-            ) from exc
+            remedy = "repair its permissions or choose another with --data-dir"
+            raise _unusable(exc, f"The data folder {path}", f"cannot be written ({exc.strerror}): {remedy}") from exc
         try:
             token = _load_token(path / "api-token")
             (path / "api.json").unlink(missing_ok=True)
         except OSError as exc:
             os.close(lock_fd)
-            raise DataFolderError(
-                f"{exc.filename} cannot be used ({exc.strerror}): repair its permissions or remove it."
-            ) from exc
+            what = f"cannot be used ({exc.strerror}): repair its permissions or remove it"
+            raise _unusable(exc, str(exc.filename or path / "api-token"), what) from exc
         except DataFolderError:
             os.close(lock_fd)
             raise
@@ -109,6 +106,10 @@ class DataDirectory:
         """Call `callback` with a sentence when an owner's request cannot be stored, and with "" when one was stored."""
         self._on_problem = callback
 
+    def has_trained(self) -> bool:
+        """Whether there is a checkpoint after a round. Blocks."""
+        return any(self.path.glob("checkpoints/round-[0-9]*"))
+
     def write_address(self, url: str, certificate: str = "", public_url: str = "") -> None:
         """Write the API's address and certificate (PEM) to `api.json`, where the other commands find them.
 
@@ -120,10 +121,7 @@ class DataDirectory:
         try:
             write_whole(self.path / "api.json", json.dumps(address) + "\n")
         except OSError as exc:
-            raise RestartError(
-                f"{self.path / 'api.json'} cannot be written ({exc.strerror}): free some space, and start again.",
-                code="disk",
-            ) from exc
+            raise _disk_error(exc, str(self.path / "api.json")) from exc
 
     def load_owner_request(self) -> OwnerRequest | None:
         try:
@@ -246,6 +244,16 @@ class DiskMonitor:
             is_over = notice is not None
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), DISK_INTERVAL_S)
+
+
+def _unusable(exc: OSError, path: str, fault: str) -> NodeError:
+    """The error of a start that fails at `path`. A full disk may have space at the next start."""
+    return _disk_error(exc, path) if exc.errno in NO_SPACE else DataFolderError(f"{path} {fault}.")
+
+
+def _disk_error(exc: OSError, path: str) -> RestartError:
+    text = f"{path} cannot be written ({exc.strerror}): free some space, and start again."
+    return RestartError(text, code="disk")
 
 
 def _require_private(path: Path) -> None:

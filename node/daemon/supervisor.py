@@ -68,11 +68,11 @@ CRASHED = "worker_crashed"
 RUN_COMPLETE = "run_complete"
 STAYS_STOPPED = "The node stopped as asked: `resume` starts it again."
 CANNOT_WORK = (2, 3)
+"""Exit codes of a worker that cannot do what its settings demand."""
 DISK_FULL = "disk_full"
 """Code of a worker whose disk was too full to save its work (`training.checkpoint.DISK_FULL`)."""
-"""Exit codes of a worker that cannot do what its settings demand."""
 MEMORY_LIMIT = "memory_limit"
-"""Code of the end of a node whose container has too little memory to start a worker."""
+"""Code of a node whose container has too little memory to start a worker."""
 NOT_BY_SETTINGS = ports.CODES | {"newer_checkpoint", MEMORY_LIMIT}
 """Values of `Ended.code` that no change on the settings page can cause or repair."""
 COUNTERS_INTERVAL_S = 5.0
@@ -302,6 +302,7 @@ class Supervisor:
 
     async def _run_workers(self) -> int:
         await asyncio.to_thread(gpu_power.restore, self._directory.path)
+        memory_waits = 0
         while True:
             if self._desired in ("drain", "leave"):
                 reason = STAYS_STOPPED if self._persists else "The node stopped as asked."
@@ -317,6 +318,10 @@ class Supervisor:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
+            if await self._wait_for_memory(memory_waits):
+                memory_waits += 1
+                continue
+            memory_waits = 0
             exit_, asked = await self._run_worker("pause" if self._desired == "pause" else self._mode)
             ended = exit_.ended
             if ended is not None and (ended.exit_code or ended.code == RUN_COMPLETE or not asked):
@@ -324,6 +329,24 @@ class Supervisor:
                     return 0 if self._is_shutting_down else ended.exit_code
             elif ended is None and not asked:
                 await self._after_crash(exit_)
+
+    async def _wait_for_memory(self, waits: int) -> bool:
+        """Wait if a worker lacks the memory to start, longer after more waits. Returns whether to look again.
+
+        A node that has not trained yet does not wait: `_run_worker` ends it.
+        """
+        lack = worker_lack(memory_limit())
+        if not lack:
+            return False
+        self._changed.clear()
+        if not await asyncio.to_thread(self._directory.has_trained):
+            return False
+        if self._desired == "run":
+            self._enter(Phase.STARTING, MEMORY_LIMIT, f"{lack} The node tries again.")
+        first_s, longest_s = self._timings.memory_pauses_s
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), min(longest_s, first_s * 2 ** min(waits, 20)))
+        return True
 
     async def _run_worker(self, mode: Literal["train", "relay", "pause"]) -> tuple[WorkerExit, str | None]:
         """Run one worker to its end. Returns how it ended, and how it was asked to stop, if it was."""
@@ -498,7 +521,7 @@ class Supervisor:
         """Enter the phase of the worker that is about to start."""
         if self._desired == "pause":
             self._enter(Phase.PAUSED, self._pause.code, f"{self._pause.reason}{self._lost_work}")
-        elif self._state.status.code not in ("worker_crashed", "resuming"):
+        elif self._state.status.code not in ("worker_crashed", "resuming", MEMORY_LIMIT):
             self._enter(Phase.STARTING, "starting", "The node is starting.")
 
     def _enter(self, phase: Phase, code: str, reason: str, *, final: bool = False) -> None:

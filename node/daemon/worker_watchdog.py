@@ -35,6 +35,8 @@ class SupervisorTimings:
     """Replaces `stop_s` while the worker reports that it still saves. Our container and service files allow 60 s."""
     backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     """Delays before the restart after the first, second, ... crash in a row. One more crash is an error."""
+    memory_pauses_s: tuple[float, float] = (5.0, 300.0)
+    """First and longest delay before another try to start a worker for which there is too little memory."""
     healthy_s: float = 60.0
     """A worker that sent heartbeats for this long clears the count of crashes."""
     tick_s: float = 0.25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers of a write for which there is no room: on the disk, in a quota, or under a limit of file sizes."""
 LEFT_S = 3600.0
 """A folder of another machine that has not changed for so long was left by a killed process."""
 

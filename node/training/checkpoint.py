@@ -30,7 +30,7 @@ from torch import Tensor
 
 from node.errors import MachineError, ProtocolError, cause_of
 from node.host.disk_quota import META_BYTES, Room, any_room
-from node.host.files import sync_folder
+from node.host.files import NO_SPACE, sync_folder
 from node.training.tensorfile import read_tensors, write_tensors
 
 FORMAT_VERSION = 3
@@ -47,7 +47,6 @@ _TEMPORARY = ".writing-"
 _REPLACED = "replaced-"
 _DAMAGED = "damaged-"
 _ASIDE = "aside-"
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO})
 """Read errors that mean a damaged checkpoint. Others, such as a missing permission, are faults of the machine."""
 
@@ -320,7 +319,7 @@ class CheckpointStore:
 
     def _write_error(self, checkpoint: Checkpoint, exc: OSError) -> MachineError:
         """Call this after the temporary folder is removed, so that the error tells how much space a retry has."""
-        if exc.errno not in _DISK_FULL:
+        if exc.errno not in NO_SPACE:
             return MachineError(
                 f"The checkpoint of round {checkpoint.round} could not be written to {self._folder} "
                 f"({exc.strerror or exc}); the older checkpoint is kept: make that folder writable or move "

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,12 @@ from node.host.cores import usable_cores
 from node.status import DeviceInfo
 from node.training.accelerator import ACCELERATORS, Accelerator, accelerator_of
 from node.training.cuda import Cuda, Rocm
+
+DEVICE_FILES = Path("/dev")
+GPU_FILES = {"nvidiactl": logging.WARNING, "kfd": logging.WARNING, "dri/renderD*": logging.INFO}
+"""Files of GPUs below DEVICE_FILES, and how important it is that torch cannot use one. Most laptops have the last."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +72,25 @@ def _choose_accelerator(wanted: str) -> tuple[str, Accelerator]:
     """Return torch's device type for `devices.device`, and the accelerator. Raises MachineError if there is none."""
     for type_, accelerator in ACCELERATORS.items():
         if wanted in ("auto", accelerator.kind) and accelerator.count():
+            if wanted == "auto" and accelerator.kind == "cpu":
+                _warn_of_unused_gpu()
             return type_, accelerator
     absent = {one.kind: one for one in (Cuda(), Rocm(), *ACCELERATORS.values())}[wanted]
     raise MachineError(
         f"devices.device is {wanted}, but {absent.missing()}, or set devices.device to auto or cpu.", code="no_gpu"
     )
+
+
+def _warn_of_unused_gpu() -> None:
+    for pattern, level in GPU_FILES.items():
+        for file in DEVICE_FILES.glob(pattern):
+            logger.log(
+                level,
+                "The processor computes, because torch cannot use the GPU of %s: check that this build of torch is for "
+                "it, and that this user may open the file.",
+                file,
+            )
+            return
 
 
 def threads_per_rank(cpu_threads: int, ranks: int) -> int:

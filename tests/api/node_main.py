@@ -1,7 +1,8 @@
 """A supervisor as a process: `node_main.py DATA_DIR BEHAVIOUR [TIMINGS as JSON]`. Its worker is `fake_worker.py`.
 
 Optional files set the supervisor's environment: DATA_DIR.config (configuration tables as JSON), DATA_DIR.clock (Unix
-time, read at every use of the clock), DATA_DIR.probes (JSON with `battery` and `idle_s`).
+time, read at every use of the clock), DATA_DIR.probes (JSON with `battery` and `idle_s`), DATA_DIR.memory (free bytes
+under a memory limit, read at every start of a worker).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from node.config.schema import Config
 from node.daemon.app import Parts, run
@@ -18,6 +20,7 @@ from node.daemon.host_sensors import HostSensors
 from node.daemon.pause_policy import now_utc
 from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
+from node.host.cgroup import MemoryLimit
 
 
 def main() -> int:
@@ -35,6 +38,10 @@ def main() -> int:
     def sensor(name: str) -> Any:
         return (read("probes") or {}).get(name)
 
+    def memory_limit() -> MemoryLimit | None:
+        free_bytes = read("memory")
+        return None if free_bytes is None else MemoryLimit(free_bytes, 0, "memory.max")
+
     tables = read("config") or {}
     api = {"port": 0, **tables.get("api", {})}
     node = {"data_dir": data_dir, "persist": timings.pop("persist", False)}
@@ -46,7 +53,8 @@ def main() -> int:
         sensors=HostSensors(lambda: sensor("battery"), lambda: sensor("idle_s"), every_s=0.2),
     )
     try:
-        return run(config, join=None, on_status=lambda s: print(s.phase.value, s.code, flush=True), parts=parts)
+        with patch("node.daemon.supervisor.memory_limit", memory_limit):
+            return run(config, join=None, on_status=lambda s: print(s.phase.value, s.code, flush=True), parts=parts)
     except NodeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -177,6 +177,28 @@ def test_owner_is_warned_of_crashes_until_the_worker_has_run_for_a_while(tmp_pat
         assert daemon.status()["phase"] == "training"
 
 
+def test_node_that_has_trained_waits_for_the_memory_that_a_worker_needs(tmp_path: Path) -> None:
+    data, memory = tmp_path / "data", tmp_path / "data.memory"
+    memory.write_text("1000000")
+    with Daemon(data) as daemon:
+        code, out, _ = daemon.end()
+        assert (code, out.splitlines()[-1]) == (3, "error memory_limit")
+    (data / "checkpoints" / "round--1").mkdir(parents=True)
+    with Daemon(data) as daemon:
+        assert daemon.end()[0] == 3, "the initial parameters are no proof that the run fits"
+    (data / "checkpoints" / "round-0").mkdir()
+    with Daemon(data, memory_pauses_s=[0.05, 0.1]) as daemon:
+        reason = daemon.ready().until_phase("starting", "memory_limit")["reason"]
+        assert "0.001 GB are free: raise the memory limit" in reason and reason.endswith("The node tries again.")
+        memory.unlink()
+        daemon.until_phase("training")
+        assert daemon.terminate()[0] == 0
+    memory.write_text("1000000")
+    with Daemon(data) as daemon:
+        daemon.ready().until_phase("starting", "memory_limit")
+        assert daemon.terminate()[0] == 0, "the wait of five seconds ends at once"
+
+
 def test_invalid_message_from_the_worker_counts_as_a_crash(tmp_path: Path) -> None:
     with Daemon(tmp_path, "rubbish", **QUICK) as daemon:
         assert "not a valid message" in daemon.ready().until_phase("error", "worker_crashes")["reason"]

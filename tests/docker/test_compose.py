@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -64,6 +66,27 @@ def test_each_profile_of_the_compose_file_is_valid(profile: str) -> None:
             assert not service["image"].endswith("latest") and ":" in service["image"], "pinned"
 
 
+def test_nodes_of_compose_have_the_health_check_of_the_image() -> None:
+    """Podman drops it from images in the format of OCI."""
+    services = yaml.safe_load(FILE.read_text(encoding="utf-8"))["services"]
+    (line,) = re.findall(r"^HEALTHCHECK (.*\\\n.*)$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
+    options, command = line.split("CMD")
+    wanted = {name.replace("-", "_"): value for name, value in re.findall(r"--([\w-]+)=(\w+)", options)}
+    for name in ("node", "gpu", "first", "second", "third", "relay"):
+        check = dict(services[name]["healthcheck"])
+        assert check.pop("test") == ["CMD", *json.loads(command)]
+        assert {key: str(value) for key, value in check.items()} == wanted
+
+
+def test_compose_works_with_podman_and_under_selinux() -> None:
+    services = yaml.safe_load(FILE.read_text(encoding="utf-8"))["services"]
+    volumes = [volume for service in services.values() for volume in service.get("volumes", [])]
+    folders = [volume for volume in volumes if volume.startswith("./")]
+    assert len(folders) > 3 and all(volume.endswith(":ro,z") for volume in folders)
+    images = [service["image"].partition(":-")[2] for service in services.values()]
+    assert all(image.startswith(("diloco-node:", "docker.io/")) for image in images)
+
+
 def test_memory_limit_of_the_nodes_is_set_by_a_variable() -> None:
     found = yaml.safe_load(compose("--profile", "node", "config", environment={"NODE_MEMORY": "2g"}))
     assert str(found["services"]["node"]["mem_limit"]) in ("2g", "2147483648")
@@ -79,6 +102,8 @@ def test_file_for_a_nas_stands_alone_and_agrees_with_the_template_for_unraid() -
     template = ET.parse(NAS.with_name("unraid.xml")).getroot()
     configs = {entry.get("Target"): entry for entry in template.iter("Config")}
     assert template.findtext("Repository") == service["image"]
+    page = urlsplit(configs["DILOCO_API__PUBLIC_URL"].get("Default", ""))
+    assert template.findtext("WebUI") == f"http://{page.hostname}:[PORT:{page.port}]/", "the node refuses other hosts"
     variables = {name for name in service["environment"] if name != "DILOCO_SCHEDULE__TIMEZONE"}
     assert {name for name, entry in configs.items() if entry.get("Type") == "Variable"} == variables
     extra = template.findtext("ExtraParams") or ""

@@ -73,6 +73,48 @@ def test_each_alert_has_a_test_and_a_paragraph_in_the_runbook() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
 
 
+def seconds(text: str) -> int:
+    return int(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
+
+
+def test_each_node_that_vanishes_is_a_message_within_two_and_a_half_minutes() -> None:
+    """The longest way from the last answer of a node to Alertmanager's message, by the settings of both."""
+    watch = yaml.safe_load((CONFIG / "prometheus.yml").read_text())
+    route = yaml.safe_load((CONFIG / "alertmanager.yml").read_text())["route"]
+    assert set(route["group_by"]) == {"alertname", "instance"}, (
+        "the second node does not wait for the first one's group"
+    )
+    scrape_s, rule_s = (seconds(watch["global"][f"{name}_interval"]) for name in ("scrape", "evaluation"))
+    timeout_s = 10  # The default of `scrape_timeout`.
+    (down,) = [rule for rule in ALERTS if rule["alert"] == "DilocoNodeDown"]
+    assert scrape_s + timeout_s + rule_s + seconds(down["for"]) + seconds(route["group_wait"]) <= 150
+    # A target of DNS is gone at its next refresh, and its series about two intervals later.
+    (gone,) = [rule for rule in ALERTS if rule["alert"] == "DilocoNodeGone"]
+    refresh_s = max(seconds(one["refresh_interval"]) for one in watch["scrape_configs"][-1]["dns_sd_configs"])
+    assert refresh_s + 2.2 * scrape_s + rule_s + seconds(gone["for"]) + seconds(route["group_wait"]) <= 150
+
+
+@needs_promtool
+def test_example_of_a_node_with_a_token_is_valid(tmp_path: Path) -> None:
+    text = re.sub(r"^  # (- job_name|  )", r"  \1", (CONFIG / "prometheus.yml").read_text(), flags=re.MULTILINE)
+    (tmp_path / "prometheus.yml").write_text(text)
+    job = next(one for one in yaml.safe_load(text)["scrape_configs"] if "authorization" in one)
+    folder = str(Path(job["authorization"]["credentials_file"]).parent)
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    assert all(f"./secrets:{folder}:ro,z" in services[name]["volumes"] for name in ("prometheus", "alertmanager"))
+    assert job["job_name"].startswith("diloco") and job["static_configs"][0]["labels"]["instance"]
+    command = ["promtool", "check", "config", "--syntax-only", "prometheus.yml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_git_ignores_secrets_and_lists_of_nodes() -> None:
+    names = ["docker/secrets/node-c", "docker/prometheus/targets/nodes.yml"]
+    command = ["git", "check-ignore", *names]
+    done = subprocess.run(command, cwd=DOCKER.parent, capture_output=True, text=True, timeout=20, check=False)
+    assert done.stdout.split() == names
+
+
 def test_grafana_panels_do_not_overlap_have_units_and_filter_by_node() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))

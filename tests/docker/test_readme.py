@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,29 @@ def test_files_and_make_targets_named_in_the_readme_exist() -> None:
     for line in LINES:
         for file in re.findall(r"(?<=\s)docker/\S+", line):
             assert (ROOT / file).exists(), line
+
+
+def test_groups_of_a_container_are_numbers_of_this_machine() -> None:
+    """Docker looks a name up in the image, which has no group `render`."""
+    groups = re.findall(r'--group-add ("[^"]+"|[^\s`]+)', README)
+    assert len(groups) > 2
+    assert [name for name in groups if name != "keep-groups" and not name.startswith('"$(stat -c %g /dev/')] == []
+
+
+def test_lines_with_the_image_follow_one_that_builds_it() -> None:
+    starts = {"With Docker": "docker run", "Upgrade and downgrade": "docker run", "Watch a run": "docker compose"}
+    for heading, start in starts.items():
+        section = README.partition(f"\n### {heading}\n")[2].partition("\n### ")[0]
+        assert 0 < section.find("make image") < section.find(start), heading
+
+
+def test_podman_builds_an_image_with_a_health_check() -> None:
+    for engine, is_podman in (("docker", False), ("docker buildx", False), ("podman", True), ("sudo podman", True)):
+        done = subprocess.run(
+            ["make", "--dry-run", "image", f"DOCKER={engine}"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert ("build --format docker " in done.stdout) is is_podman, done.stdout
 
 
 @pytest.fixture

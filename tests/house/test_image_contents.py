@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import sys
 from importlib.metadata import packages_distributions
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from node.training.pretrained import MODEL_TYPES
 
@@ -54,6 +56,19 @@ def test_build_removes_model_code_but_keeps_tokenizers_and_configurations(tmp_pa
     SLIM["main"](tmp_path)
     assert [file for file in kept if not (packages / file).exists()] == []
     assert [file for file in gone if (packages / file).exists()] == []
+
+
+def test_kept_model_files_import_no_file_beside_them_that_is_removed() -> None:
+    models = Path(transformers.__file__).parent / "models"
+    files = [file for pattern in ("tokenization_*.py", "configuration_*.py") for file in models.glob(f"*/{pattern}")]
+    beside = {
+        file.with_name(f"{name}.py")
+        for file in files
+        for name in re.findall(r"^from \.(\w+) import", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    beside = {file for file in beside if file.exists() and file.parent.name not in SLIM["MODELS_KEPT"]}
+    assert len(beside) > 2
+    assert {file.name for file in beside if not any(map(file.match, SLIM["MODEL_FILES_KEPT"]))} == set()
 
 
 def test_build_removes_tests_headers_compiled_modules_and_cloud_parts(

@@ -15,23 +15,41 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-WORKFLOWS: dict[str, dict[str, Any]] = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in FILES}
+WORKFLOWS: dict[str, dict[Any, Any]] = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in FILES}
 STEPS = [
     (f"{name}.{job}.{number}", step)
     for name, workflow in WORKFLOWS.items()
     for job, content in workflow["jobs"].items()
-    for number, step in enumerate(content["steps"])
+    for number, step in enumerate(content.get("steps", []))
 ]
 SCRIPTS = [(name, step["run"]) for name, step in STEPS if "run" in step]
 
 
-def test_there_is_a_workflow_for_tests_and_one_for_releases() -> None:
-    assert set(WORKFLOWS) == {"ci", "release"}
+def test_there_is_a_workflow_for_tests_and_two_for_releases() -> None:
+    assert set(WORKFLOWS) == {"ci", "release", "latest"}
     assert [step["run"] for _, step in STEPS if step.get("run") == ".ci/run"] == [".ci/run"]
 
 
+def test_limited_device_and_containers_are_tested() -> None:
+    jobs = WORKFLOWS["ci"]["jobs"]
+    assert jobs["limited-device"]["env"] == {"DILOCO_TEST_DEVICE": "limited"}
+    assert jobs["limited-device"]["steps"][-1]["run"] == "make test"
+    assert jobs["containers"]["steps"][-1]["run"].endswith("make test-docker")
+    assert "schedule" in WORKFLOWS["ci"][True] and "schedule" in jobs["containers"]["if"]  # YAML reads `on` as true.
+
+
+def test_release_is_tested_before_it_is_published_and_becomes_the_latest_by_hand() -> None:
+    jobs = WORKFLOWS["release"]["jobs"]
+    assert jobs["tests"]["uses"] == "./.github/workflows/ci.yml" and "workflow_call" in WORKFLOWS["ci"][True]
+    assert set(jobs["publish"]["needs"]) == {"tests", "image", "wheel"}
+    (trial,) = [step for step in jobs["image"]["steps"] if step.get("name", "").startswith("The image trains")]
+    assert "if" not in trial, "also the image with CUDA, on the processor"
+    assert [name for name, script in SCRIPTS if ":latest" in script] == ["latest.latest.0"]
+    assert WORKFLOWS["latest"][True] == {"release": {"types": ["published"]}}
+
+
 def test_each_action_is_pinned_by_its_commit_and_names_its_version() -> None:
-    used = re.findall(r"uses: (\S+)(.*)", "\n".join(file.read_text(encoding="utf-8") for file in FILES))
+    used = re.findall(r"uses: (?!\./)(\S+)(.*)", "\n".join(file.read_text(encoding="utf-8") for file in FILES))
     assert len(used) >= 4
     for action, comment in used:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action), action
@@ -42,7 +60,8 @@ def test_jobs_have_only_the_rights_that_they_name_and_end_in_time() -> None:
     for workflow in WORKFLOWS.values():
         assert workflow["permissions"] == {}
         for job in workflow["jobs"].values():
-            assert job["timeout-minutes"] <= 120 and "write-all" not in str(job["permissions"])
+            assert "write-all" not in str(job["permissions"])
+            assert "uses" in job or job["timeout-minutes"] <= 120
     assert WORKFLOWS["ci"]["jobs"]["tests"]["permissions"] == {"contents": "read"}
     assert "id-token" not in WORKFLOWS["release"]["jobs"]["image"]["permissions"]
 

@@ -76,7 +76,7 @@ def test_faults_of_a_node_that_follow_each_other_count_as_one() -> None:
 
 
 def test_progress_is_not_promised_if_half_of_the_living_contributors_are_hostile() -> None:
-    """In seed 390004051, one of three contributors crashed, and one of the other two claimed to be in other attempts."""
+    """In seed 390004051, one of three contributors crashed, and another one claimed to be in other attempts."""
     scenario = draw(390004051)
     assert simulate(scenario)[0].violations == []
     assert simulate(replace(scenario, hostile=""))[0].violations == []

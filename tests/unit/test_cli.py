@@ -133,6 +133,7 @@ def test_help_names_every_command_and_exit_code() -> None:
         "4 refused",
         "10 the run speaks another protocol",
         "70 internal error",
+        "75 start it again",
     ):
         assert code in done.stdout.replace("\n", " ")
 

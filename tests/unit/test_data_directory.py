@@ -172,3 +172,23 @@ def test_full_disk_at_the_start_is_one_sentence_and_worth_another_start(
         with pytest.raises(RestartError, match=r"api\.json cannot be written \(No space left on device\)") as caught:
             directory.write_address("http://127.0.0.1:1")
     assert (caught.value.exit_code, caught.value.code) == (75, "disk")
+
+
+@pytest.mark.parametrize(("name", "text"), [("touch", "The data folder .*"), ("write", r".*api-token")])
+def test_full_disk_at_the_first_start_is_worth_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """A write, unlike the creation of a file, names no file in its error."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patched:
+        if name == "touch":
+            patched.setattr(Path, "touch", full)
+        else:
+            patched.setattr("node.daemon.data_directory.write_whole", full)
+        with pytest.raises(RestartError, match=rf"^{text} cannot be written \(Disk quota exceeded\): free") as caught:
+            DataDirectory.open(tmp_path)
+    assert (caught.value.exit_code, caught.value.code) == (75, "disk")
+    DataDirectory.open(tmp_path).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,20 @@ def test_a_missing_gpu_is_an_error_with_a_remedy() -> None:
         choose_device(DevicesConfig(device="cuda"), 1)
     assert caught.value.exit_code == 3
     assert caught.value.code == "no_gpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_owner_is_told_if_the_processor_computes_beside_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("node.training.device.DEVICE_FILES", tmp_path)
+    choose_device(DevicesConfig(), 1)
+    assert caplog.text == ""
+    (tmp_path / "kfd").touch()
+    choose_device(DevicesConfig(device="cpu"), 1)
+    assert caplog.text == "", "the owner chose the processor"
+    choose_device(DevicesConfig(), 1)
+    assert f"torch cannot use the GPU of {tmp_path}/kfd" in caplog.text
 
 
 def test_torch_uses_the_configured_threads_but_no_more_than_the_usable_cores() -> None:

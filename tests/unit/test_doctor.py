@@ -95,7 +95,7 @@ def test_doctor_does_not_report_a_taken_default_port_as_a_fault(tmp_path: Path, 
     tables = {"swarm": {"listen": (f"/ip4/127.0.0.1/tcp/{taken_port}",)}, "api": {"port": taken_port}}
     config = Config.model_validate({**tables, "node": {"data_dir": tmp_path}})
     defaults = {"api.port": "default", "swarm.listen": "default"}
-    found = list(_check_ports(NodeSetup(config, None, None, 1, is_running=False, origins=defaults)))
+    found = list(_check_ports(NodeSetup(config, None, None, 1, phase=None, origins=defaults)))
     assert [finding.verdict for finding in found] == ["ok", "ok"]
     assert all(f"{taken_port} is in use by another program; the node takes" in finding.text for finding in found)
     assert list(tmp_path.iterdir()) == [], "the doctor creates no files"
@@ -107,7 +107,7 @@ def test_doctor_says_that_the_node_keeps_its_remembered_port(tmp_path: Path, tak
     PortFile(tmp_path / "cache" / LISTEN_PORT_FILE).remember(taken_port, kept)
     tables = {"swarm": {"listen": (f"/ip4/127.0.0.1/tcp/{taken_port}",)}, "api": {"port": 0}}
     config = Config.model_validate({**tables, "node": {"data_dir": tmp_path}})
-    setup = NodeSetup(config, None, None, 1, is_running=False, origins={"swarm.listen": "default"})
+    setup = NodeSetup(config, None, None, 1, phase=None, origins={"swarm.listen": "default"})
     finding = list(_check_ports(setup))[1]
     assert f"the node keeps {kept}, which it took when {taken_port} was in use" in finding.text
 
@@ -142,6 +142,24 @@ def test_doctor_names_the_limits_of_its_container(doctor: Doctor, monkeypatch: p
     assert "0.0336 GB are free" in container and "2 cores" in processor
     (fault,) = lines_with(lines, "fault")
     assert code == 3 and "0.0336 GB free: raise the memory limit" in fault
+
+
+def test_doctor_reports_no_fault_for_a_node_that_has_the_memory_which_it_needs(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node's own memory is not free. A second model, to measure the device, might end the node."""
+    limit = MemoryLimit(512 * 2**20, 480 * 2**20, "memory.max")
+    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+    monkeypatch.setattr("node.training.fit.own_memory_bytes", lambda: 0)
+    for phase, expected_code in (("training", 0), ("syncing", 0), ("error", 3), ("starting", 3)):
+        monkeypatch.setattr("node.commands.client.Client.status", lambda _, phase=phase: {"phase": phase})
+        code, lines = doctor()
+        assert code == expected_code
+        assert bool(lines_with(lines, "0.0336 GB free, besides what the node that trains here uses.")) is not bool(code)
+        assert bool(lines_with(lines, "Not measured, because the node needs its memory: pause it first.")) is not bool(
+            code
+        )
+        assert bool(lines_with(lines, "fault")) is bool(code)
 
 
 def test_doctor_dials_the_bootstrap_peers_and_reports_how_many_answer(doctor: Doctor, taken_port: int) -> None:

@@ -73,6 +73,24 @@ def test_systemd_does_not_restart_after_errors_that_need_a_person(place: Place, 
     assert (settings["Restart"], settings["KillSignal"], settings["TimeoutStopSec"]) == ("on-failure", "SIGTERM", "60s")
 
 
+@pytest.mark.parametrize(("place", "scope"), [(ROOT, "system"), (ADA, "user")])
+def test_systemd_never_gives_up_on_a_node_whose_disk_is_full(place: Place, scope: service.Scope) -> None:
+    unit = unit_of(plan_service(place, scope))
+    settings = settings_of(unit)
+    assert str(errors.RestartError.exit_code) not in settings["RestartPreventExitStatus"].split()
+    assert "StartLimitIntervalSec=0\n" in unit.partition("[Service]")[0] and "StartLimitBurst" not in settings
+    assert settings["RestartSec"] == "30s"
+
+
+def test_system_service_may_use_gpus() -> None:
+    plan = plan_service(replace(ROOT, gpu_groups=("render", "video")), "system")
+    settings = settings_of(unit_of(plan))
+    assert settings["SupplementaryGroups"] == "render video"
+    assert "SupplementaryGroups" not in unit_of(plan_service(ROOT, "system")), "systemd refuses a group that is unknown"
+    assert not {"ProtectClock", "PrivateDevices", "DevicePolicy", "DeviceAllow"} & set(settings)
+    assert "SupplementaryGroups" not in unit_of(plan_service(replace(ADA, gpu_groups=("video",)), "user"))
+
+
 def test_system_unit_runs_as_a_user_of_its_own_in_a_sandbox() -> None:
     plan = plan_service(ROOT, "system", settings={"DILOCO_JOIN": INVITE, "DILOCO_NODE__NAME": 'a "b" \\ c'})
     environment, unit = plan.files
@@ -101,7 +119,7 @@ def test_user_unit_runs_as_the_user_and_goes_on_after_logout() -> None:
     assert settings["ExecStart"] == '/home/ada/.local/bin/diloco-node run --config "/home/ada/my node.toml"'
     assert plan.files[1].path == Path("/home/ada/.config/systemd/user/diloco-node.service")
     assert plan.data_dir == Path("/home/ada/.local/share/diloco-node")
-    assert [shlex.join(command) for command in plan.start] == [
+    assert [shlex.join(command) for command in (plan.linger, *plan.start)] == [
         "loginctl enable-linger ada", "systemctl --user daemon-reload", "systemctl --user enable diloco-node",
         "systemctl --user restart diloco-node",
     ]  # fmt: skip
@@ -203,22 +221,68 @@ def test_files_are_written_for_the_user_only_before_the_service_starts(plan: Ser
     install(plan, commands)
     for file in plan.files:
         assert file.path.read_text() == file.text and file.path.stat().st_mode & 0o777 == file.mode
-    assert commands.called == [shlex.join(command) for command in plan.start]
+    assert commands.called == [shlex.join(command) for command in (plan.linger, *plan.start)]
     remove(plan, commands)
-    assert commands.called[-1] == "systemctl --user disable --now diloco-node"
+    assert commands.called[-2:] == ["systemctl --user disable --now diloco-node", "systemctl --user daemon-reload"]
     assert not any(file.path.exists() for file in plan.files)
     remove(plan, Commands(systemctl=1))
 
 
-def test_second_install_without_settings_keeps_the_environment_file(plan: ServicePlan, tmp_path: Path) -> None:
+def test_service_that_does_not_end_keeps_its_files(plan: ServicePlan) -> None:
     install(plan, Commands())
-    environment = plan.files[0]
-    environment.path.write_text("DILOCO_NODE__NAME=mine\n")
+    with pytest.raises(MachineError, match="`systemctl --user disable --now diloco-node` ended with code 1"):
+        remove(plan, Commands(systemctl=1))
+    assert all(file.path.exists() for file in plan.files)
+
+
+def test_service_starts_although_it_may_not_outlive_the_session(plan: ServicePlan) -> None:
+    commands = Commands(loginctl=1)
+    assert "ends when you log out, because `loginctl enable-linger ada` failed" in install(plan, commands)
+    assert commands.called[-1] == "systemctl --user restart diloco-node"
+    assert install(plan, Commands()) == ""
+
+
+def test_environment_file_keeps_what_a_second_install_does_not_set(tmp_path: Path) -> None:
+    before = """\
+# Mine.
+HTTPS_PROXY=http://proxy:3128
+DILOCO_NODE__NAME = 'old name'
+DILOCO_JOIN="a\\\\b \\"c\\"
+second line"
+DILOCO_NODE__DATA_DIR=/old
+"""
     place = Place("Linux", 1000, "ada", tmp_path, tmp_path / "bin/diloco-node")
-    install(plan_service(place, "user"), Commands())
-    assert environment.path.read_text() == "DILOCO_NODE__NAME=mine\n"
-    install(plan, Commands())
-    assert environment.path.read_text() == environment.text
+    environment = tmp_path / ".config/diloco-node.env"
+    environment.parent.mkdir()
+    environment.write_text(before)
+    found = service.read_installed(place, "user")
+    assert found.settings == {
+        "HTTPS_PROXY": "http://proxy:3128",
+        "DILOCO_NODE__NAME": "old name",
+        "DILOCO_JOIN": 'a\\b "c"\nsecond line',
+        "DILOCO_NODE__DATA_DIR": "/old",
+    }
+    assert found.data_dir == Path("/old")
+    settings = {**found.settings, "DILOCO_NODE__NAME": "new", "DILOCO_API__PORT": "1"}
+    (file, _) = plan_service(place, "user", settings=settings, environment=found.environment).files
+    assert file.text == before.replace("DILOCO_NODE__NAME = 'old name'\n", "").replace(
+        "DILOCO_NODE__DATA_DIR=/old\n", 'DILOCO_API__PORT="1"\nDILOCO_NODE__NAME="new"\n'
+    )
+
+
+@pytest.mark.parametrize(("system", "user_id"), [("Linux", 1000), ("Darwin", 501)])
+def test_installed_service_is_read_as_it_was_planned(tmp_path: Path, system: str, user_id: int) -> None:
+    place = Place(system, user_id, "ada", tmp_path, tmp_path / "bin/diloco-node")
+    assert service.read_installed(place, "user") == service.Installed()
+    data, config, settings = Path("/my 50% $x's"), Path("/a $b 5%.toml"), {"DILOCO_JOIN": INVITE}
+    install(plan_service(place, "user", data_dir=data, config=config, settings=settings), Commands())
+    found = service.read_installed(place, "user")
+    assert (found.data_dir, found.config) == (data, config)
+    assert settings.items() <= found.settings.items()
+    unit = service._service_files(place, "user")[-1]
+    unit.write_text("<?xml version='1.0'?><plist>" if system == "Darwin" else "ExecStart='\n")
+    with pytest.raises(UsageError, match=f"cannot be read .*: remove .*{unit.name}"):
+        service.read_installed(place, "user")
 
 
 def test_command_that_fails_is_named(plan: ServicePlan) -> None:
@@ -228,7 +292,7 @@ def test_command_that_fails_is_named(plan: ServicePlan) -> None:
 
 def test_user_of_the_system_service_is_added_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = plan_service(ROOT, "system")
-    plan = ServicePlan((), plan.before, plan.start, plan.stop, plan.data_dir, plan.hint)
+    plan = replace(plan, files=())
     for is_there in (False, True):
         monkeypatch.setattr(service, "_has_user", lambda _, known=is_there: known)
         commands = Commands()
@@ -260,6 +324,31 @@ def test_dry_run_prints_files_and_commands_and_changes_nothing(
     printed = capsys.readouterr().out
     assert printed.startswith("systemctl --user disable --now") and "stays" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("system", "user_id"), [("Linux", 1000), ("Darwin", 501)])
+def test_second_install_changes_only_what_it_is_given(
+    system: str, user_id: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(system, user_id, "ada", tmp_path, tmp_path / "bin/diloco-node")
+    monkeypatch.setattr(service, "this_place", lambda: place)
+    monkeypatch.setattr(service, "run_command", Commands())
+    (tmp_path / "node.toml").write_text("[limits]\ncpu_threads = 1\n")
+    data = tmp_path / "data"
+
+    def call(*words: str) -> str:
+        assert cli.main(["install-service", *words], environ={"HOME": str(tmp_path)}) == 0
+        return capsys.readouterr().out
+
+    config = str(tmp_path / "node.toml")
+    call("--join", INVITE, "--data-dir", str(data), "--config", config, "--name", "a", "--api.port", "81")
+    call("--name", "b")
+    found = service.read_installed(place, "user")
+    assert (found.data_dir, found.config) == (data, Path(config))
+    assert found.settings.items() >= {
+        "DILOCO_JOIN": INVITE, "DILOCO_NODE__NAME": "b", "DILOCO_API__PORT": "81"
+    }.items()  # fmt: skip
+    assert f"The data folder {data} stays" in call("--remove")
 
 
 def test_bad_invite_is_refused_before_anything_is_written(

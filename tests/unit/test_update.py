@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import subprocess
 import sys
 import urllib.request
+import zipfile
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,8 +27,17 @@ from node.errors import MachineError, ReleaseError, UsageError
 
 KEY, STRANGER = (Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2))
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
-WHEEL = b"a wheel"
 ROOT = Path(__file__).parents[2]
+
+
+def wheel_that_needs(*packages: str) -> bytes:
+    with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
+        lines = ["Metadata-Version: 2.4", "Name: diloco-node", *(f"Requires-Dist: {package}" for package in packages)]
+        archive.writestr(zipfile.ZipInfo("diloco_node-9.0.0.dist-info/METADATA"), "\n".join(lines) + "\n\nText.\n")
+    return file.getvalue()
+
+
+WHEEL = wheel_that_needs("torch==2.13.0", "torch==9; extra == 'other'")
 
 
 def public(key: Ed25519PrivateKey) -> str:
@@ -51,10 +62,14 @@ def source(tmp_path: Path, made: Release, key: Ed25519PrivateKey = KEY) -> Relea
 
 
 class Pip:
-    def __init__(self, code: int = 0) -> None:
-        self.code, self.commands, self.installed = code, [], b""  # type: ignore[var-annotated]
+    def __init__(self, code: int = 0, check_code: int = 0) -> None:
+        self.code, self.check_code = code, check_code
+        self.commands: list[list[str]] = []
+        self.installed = b""
 
     def __call__(self, command: Sequence[str]) -> int:
+        if command[-1] == "check":
+            return self.check_code
         self.commands.append(list(command))
         self.installed = Path(command[-1]).read_bytes()
         return self.code
@@ -143,7 +158,7 @@ def test_name_of_the_wheel_cannot_leave_its_folder(name: str) -> None:
         release(wheel=name)
 
 
-@pytest.mark.parametrize("content", [b"b wheel", b"a whee", b"a wheel, longer"])
+@pytest.mark.parametrize("content", [b"b" + WHEEL[1:], WHEEL[:-1], WHEEL + b"b"])
 def test_other_wheel_than_the_signed_one_is_not_installed(tmp_path: Path, content: bytes) -> None:
     where, pip = source(tmp_path, release()), Pip()
     (tmp_path / release().wheel).write_bytes(content)
@@ -152,9 +167,57 @@ def test_other_wheel_than_the_signed_one_is_not_installed(tmp_path: Path, conten
     assert pip.commands == [] and caught.value.code == "wrong_wheel"
 
 
-def test_failed_pip_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="The old one stays"):
-        install(source(tmp_path, release()), release(), Pip(code=1))
+@pytest.mark.parametrize(
+    ("pip", "text"),
+    [
+        (Pip(code=1), r"could not install .* Version 0\.1\.0 is installed now, and `pip check` finds no conflict"),
+        (Pip(code=1, check_code=1), r"could not install .* Version 0\.1\.0 .* finds conflicts"),
+        (Pip(check_code=1), r"do not fit together.* Version 0\.1\.0 .* finds conflicts"),
+    ],
+)
+def test_failed_pip_is_an_error_that_says_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: Pip, text: str
+) -> None:
+    monkeypatch.setattr(
+        "node.commands.update.metadata.version", {"diloco-node": "0.1.0", "torch": "2.13.0"}.__getitem__
+    )
+    with pytest.raises(MachineError, match=text):
+        install(source(tmp_path, release()), release(), pip)
+
+
+@pytest.mark.parametrize(
+    ("installed", "needed", "index"),
+    [
+        ("2.13.0+cpu", "2.13.0", None),
+        ("2.13.0", "2.14.0", None),
+        ("2.13.0+cpu", "2.14.0", "https://download.pytorch.org/whl/cpu"),
+        ("2.13.0+rocm7.0", "2.14.0", "https://download.pytorch.org/whl/rocm7.0"),
+    ],
+)
+def test_build_of_torch_is_not_replaced_by_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, needed: str, index: str | None
+) -> None:
+    monkeypatch.setattr("node.commands.update.metadata.version", {"torch": installed}.__getitem__)
+    wheel = wheel_that_needs("numpy>=2", f"torch=={needed}")
+    made = release(size_bytes=len(wheel), sha256=hashlib.sha256(wheel).hexdigest())
+    where, pip = source(tmp_path, made), Pip()
+    (tmp_path / made.wheel).write_bytes(wheel)
+    if index is None:
+        install(where, made, pip)
+        assert len(pip.commands) == 1
+        return
+    with pytest.raises(MachineError, match=f"`{sys.executable} -m pip install torch=={needed} --index-url {index}`"):
+        install(where, made, pip)
+    assert pip.commands == []
+
+
+def test_signed_file_that_is_no_wheel_is_refused(tmp_path: Path) -> None:
+    made = release(size_bytes=1, sha256=hashlib.sha256(b"x").hexdigest())
+    where, pip = source(tmp_path, made), Pip()
+    (tmp_path / made.wheel).write_bytes(b"x")
+    with pytest.raises(ReleaseError, match="not a wheel"):
+        install(where, made, pip)
+    assert pip.commands == []
 
 
 def test_environment_without_pip_is_told_how_to_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,11 @@ from torch import Tensor
 from node.diloco.digest import leaf_hash, tree_slices
 from node.errors import MachineError
 from node.host.disk_quota import Room, any_room
+from node.host.files import NO_SPACE
 
 NAME_CHARACTERS = 16  # Characters of the digest in the file's name
 _PREFIX, _SUFFIX = "download-", ".bin"
 _VALUE_BYTES = 4
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class PartialState:
@@ -101,7 +101,7 @@ class PartialState:
 
     def _disk_error(self, exc: OSError) -> MachineError:
         self.close()
-        if exc.errno not in _DISK_FULL:
+        if exc.errno not in NO_SPACE:
             return MachineError(
                 f"The downloaded state could not be written to {self._folder} ({exc.strerror or exc}): make that "
                 "folder writable or move node.data_dir.",
