@@ -14,18 +14,18 @@ from tests.benchmarks.book.claims import SEEDS, Claim, Rule, cosine, early_loss,
 
 BASE = Arm()
 PLAIN = BASE.but(kind="plain")
-DATA_PARALLEL = BASE.but(kind="data-parallel")
+DATA_PARALLEL = BASE.but(kind="data-parallel", inner_lr=4e-3)
 SERIAL = PLAIN.but(steps=STEPS * WORKERS)
 SPEEDS = (1.0, 1.0, 0.25, 0.0625)
 ANCHOR_SEEDS = 10
 """Seeds of the claims whose limit is narrow."""
 
 
-MUON = BASE.but(inner="muon")
+MUON = BASE.but(inner="muon", inner_lr=8e-3)
 OUTER_SGD = BASE.but(optimizer="sgd")
 OUTER_MOMENTUM = BASE.but(optimizer="momentum")
 OUTER_ADAM = BASE.but(optimizer="adam", outer_lr=0.003)
-ONE_WORKER: dict[str, float] = {}
+ONE_WORKER: dict[str, float] = {"outer_lr": 0.5}
 """The outer step of a single worker."""
 H_120: dict[str, float] = {}
 H_480: dict[str, float] = {}
@@ -742,7 +742,7 @@ GRIDS: dict[str, list[Arm]] = {
     "one worker, inner rate": [PLAIN.but(inner_lr=lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
     "one worker with outer step": [
         BASE.but(workers=1, outer_lr=lr, momentum=momentum)
-        for lr, momentum in ((0.5, 0.6), (0.7, 0.6), (1.0, 0.6), (0.7, 0.3), (1.0, 0.3))
+        for lr, momentum in ((0.3, 0.6), (0.5, 0.6), (0.7, 0.6), (1.0, 0.6), (0.3, 0.8), (0.7, 0.3), (1.0, 0.3))
     ],
     "serial, inner rate": [SERIAL.but(inner_lr=lr) for lr in (1e-3, 2e-3, 4e-3)],
     "data parallel, inner rate": [DATA_PARALLEL.but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3, 16e-3)],
