@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +17,6 @@ from node.errors import MachineError, UsageError
 from node.training.hub import first_sentence
 
 NOT_INSTALLED = "no_lm_eval"
-MOST_SCORES = 16
-"""A peer record has no more scores."""
-_NAME = re.compile(r"[A-Za-z0-9_.,:/-]{1,64}")
 
 
 def evaluate_folder(folder: Path, cfg: EvaluateConfig) -> dict[str, float]:
@@ -92,7 +88,6 @@ def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             metric, _, filter_ = name.partition(",")
             if not filter_ or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            label = f"{task}/{metric}" if filter_ == "none" else f"{task}/{name}"
-            if math.isfinite(value) and _NAME.fullmatch(label):
-                scores[label] = float(value)
-    return dict(list(scores.items())[:MOST_SCORES])
+            if math.isfinite(value):
+                scores[f"{task}/{metric}" if filter_ == "none" else f"{task}/{name}"] = float(value)
+    return scores
