@@ -22,7 +22,8 @@ NOT_INSTALLED = "no_lm_eval"
 def evaluate_folder(folder: Path, cfg: EvaluateConfig) -> dict[str, float]:
     """Evaluate a model folder. Returns the scores by TASK/METRIC.
 
-    Raises MachineError without lm-eval, or if a data set cannot be read, and UsageError for an unknown task.
+    Raises MachineError without lm-eval, or if the model or a data set cannot be read, and UsageError for an unknown
+    task.
     """
     if not cfg.tasks:
         raise UsageError("No task is named: write --tasks NAME,NAME, or set evaluate.tasks.")
@@ -40,7 +41,14 @@ def evaluate_folder(folder: Path, cfg: EvaluateConfig) -> dict[str, float]:
             ) from exc
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         manager = _task_manager(TaskManager, cfg)
-        model = HFLM(pretrained=str(folder.absolute()), device="cpu", dtype="float32", batch_size=1)
+        try:
+            model = HFLM(pretrained=str(folder.absolute()), device="cpu", dtype="float32", batch_size=1)
+        except Exception as exc:
+            raise MachineError(
+                f"The model in {folder} cannot be loaded ({first_sentence(exc)}): write the folder again with "
+                "`diloco-node export`.",
+                code="model",
+            ) from exc
         try:
             found = simple_evaluate(
                 model,
