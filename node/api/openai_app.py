@@ -52,13 +52,13 @@ class Generations:
     async def run(self, pieces: Iterator[Piece]) -> AsyncGenerator[Piece, None]:
         """Yield the pieces, which a thread computes. Closing this iterator ends the thread after its next piece.
 
-        Raises OpenAiError if too many generations run, and the exceptions of `pieces`.
+        Raises OpenAiError if too many generations run, or if the last piece is missing, and the exceptions of `pieces`.
         """
         if len(self._threads) >= self._most:
             text = f"This server answers at most {self._most} requests at a time: try again soon."
             raise OpenAiError(429, text, code="rate_limit_exceeded")
         loop, is_unwanted = asyncio.get_running_loop(), threading.Event()
-        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()  # None is the end.
 
         def compute() -> None:
             try:
@@ -70,6 +70,7 @@ class Generations:
             except Exception as exc:  # noqa: BLE001 - raised again where the pieces are read
                 tell(queue.put_nowait, exc)
             finally:
+                tell(queue.put_nowait, None)
                 tell(self._threads.discard, thread)
 
         def tell(function: Callable[[Any], None], argument: Any) -> None:
@@ -84,6 +85,8 @@ class Generations:
                 item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
+                if item is None:
+                    raise OpenAiError(500, "The model has stopped before the end of its answer.", code="internal")
                 yield item
                 if item.finish:
                     return
@@ -239,9 +242,10 @@ async def _events(
             async for last in pieces:
                 if last.text or last.finish:
                     yield event([form.change(last)])
-        except Exception:
+        except Exception as exc:
             logger.exception("A generation has failed.")
-            yield b"data: " + to_json(_internal_error().body()) + b"\n\n"
+            error = exc if isinstance(exc, OpenAiError) else _internal_error()
+            yield b"data: " + to_json(error.body()) + b"\n\n"
             return
     if with_usage:
         yield event([], usage=_usage(last))

@@ -43,7 +43,8 @@ def generate(config: Config, text: str, *, tokens: int, temperature: float, seed
         )
     model = build_model(shape, seed=0).eval()
     load_flat_(model, checkpoint.anchor)
-    sampled = islice(sample(model, prompt, temperature=temperature, seed=seed), min(tokens, room))
+    found = sample(model, prompt, temperature=temperature, seed=seed, vocabulary=tokenizer.size)
+    sampled = islice(found, min(tokens, room))
     text = tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end, sampled)))
     return GeneratedText(text=text, round=checkpoint.round)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from node.api.auth import Keys
 from node.api.openai_app import Generations, build_openai_app
-from node.api.openai_models import ModelFacts, Piece, PromptRefused, SamplingOptions
+from node.api.openai_models import ModelFacts, OpenAiError, Piece, PromptRefused, SamplingOptions
 from node.commands.serve import NewestModel
 from node.commands.served_model import ServedModel, plain_chat
 from node.config.manifest import Manifest, RunConfig
@@ -94,6 +94,28 @@ def test_tokens_text_and_reason_of_the_end_are_right(
     assert told(pieces) == expected
     assert {piece.prompt_tokens for piece in pieces} == {4}, "three bytes and the beginning of the document"
     assert pieces[0] == Piece("", 4, 0, None)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_an_error_of_the_model(value: float) -> None:
+    def spoil(_model: nn.Module, _inputs: Any, output: Any) -> None:
+        output.logits = output.logits * value
+
+    model = saying("hey")
+    model._model.register_forward_hook(spoil)
+    with pytest.raises(OpenAiError, match="round 3 cannot go on, because its logits are not finite") as failed:
+        list(model.complete("abc", options()))
+    assert failed.value.status == 500
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_sampled() -> None:
+    model = saying("abc")
+
+    def add_rows(_model: nn.Module, _inputs: Any, output: Any) -> None:
+        output.logits = torch.cat([output.logits, torch.full((1, 1, 42), 9.0)], dim=-1)
+
+    model._model.register_forward_hook(add_rows)
+    assert told(list(model.complete("x", options())))[0] == "abc"
 
 
 def test_a_prompt_must_fit_into_the_context() -> None:
