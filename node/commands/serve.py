@@ -24,7 +24,6 @@ from node.config.schema import Config
 from node.daemon.data_directory import TOKEN_LENGTH_MIN
 from node.daemon.http_server import bind, load_tls, make_server, no_tls_notice, url_of
 from node.errors import DataFolderError, NodeError, UsageError
-from node.host.priority import lower_priority
 from node.training.device import threads_per_rank
 
 LOOK_S = 5.0
@@ -52,7 +51,6 @@ def serve(config: Config, options: ServeOptions, tell: Callable[[str], None]) ->
     """
     if options.requests < 1 or options.max_tokens < 1 or not 0 <= options.port < 2**16:
         raise UsageError("--requests and --max-tokens must be at least 1, and --port from 0 to 65535.")
-    lower_priority()
     prepare_thread(config)
     keys = Keys(read_token(config.node.data_dir), time.monotonic)
     with bind(options.host, options.port, flags="--") as sock:

@@ -17,7 +17,7 @@ from node.config.manifest import read_manifest
 from node.config.schema import Config
 from node.errors import NodeError
 from node.host.parent_death import die_with_parent
-from node.host.priority import WORKING_NICENESS, lower_priority
+from node.host.priority import lower_priority
 from node.publication.waiting_rounds import WaitingRounds
 from node.status import MOST_SCORE, MOST_SCORES, TASK_NAME, TaskScores, Value
 
@@ -81,7 +81,7 @@ def choose_scores(found: Mapping[str, float], tasks: Sequence[str]) -> dict[str,
 
 def main() -> int:
     die_with_parent(os.getppid())
-    lower_priority(WORKING_NICENESS)
+    lower_priority()
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
         os.dup2(2, 1)  # Packages print to stdout.
         config = Config.model_validate_json(sys.stdin.readline())
