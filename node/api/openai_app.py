@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +132,7 @@ CHAT = AnswerFormat("chatcmpl", "chat.completion", "chat.completion.chunk", is_c
 
 
 def build_openai_app(
-    current: Callable[[], TextModel],
+    current: Callable[[], Awaitable[TextModel]],
     generations: Generations,
     keys: Keys,
     *,
@@ -146,21 +146,21 @@ def build_openai_app(
     api = FastAPI(openapi_url=None, redirect_slashes=False)
     _add_models(api, current)
 
-    def model_for(name: str) -> TextModel:
-        model = current()
+    async def model_for(name: str) -> TextModel:
+        model = await current()
         if name != model.facts.name:
             raise _no_model(name, model.facts)
         return model
 
     @api.post("/v1/completions")
     async def completions(wanted: CompletionRequest, request: Request) -> Response:
-        model, options = model_for(wanted.model), wanted.options(COMPLETION_TOKENS, tokens_max)
+        model, options = await model_for(wanted.model), wanted.options(COMPLETION_TOKENS, tokens_max)
         pieces = generations.run(model.complete(wanted.prompt, options))
         return await _answer(COMPLETION, model.facts, pieces, wanted, request)
 
     @api.post("/v1/chat/completions")
     async def chat_completions(wanted: ChatRequest, request: Request) -> Response:
-        model, options = model_for(wanted.model), wanted.options(None, tokens_max)
+        model, options = await model_for(wanted.model), wanted.options(None, tokens_max)
         messages = [{"role": message.role, "content": message.content} for message in wanted.messages]
         pieces = generations.run(model.chat(messages, options))
         return await _answer(CHAT, model.facts, pieces, wanted, request)
@@ -169,7 +169,7 @@ def build_openai_app(
     return Guard(api, keys, hosts=hosts, body_bytes_max=BODY_BYTES_MAX, answer=error_response)
 
 
-def _add_models(api: FastAPI, current: Callable[[], TextModel]) -> None:
+def _add_models(api: FastAPI, current: Callable[[], Awaitable[TextModel]]) -> None:
     def describe(facts: ModelFacts) -> dict[str, Any]:
         return {
             "id": facts.name,
@@ -183,11 +183,11 @@ def _add_models(api: FastAPI, current: Callable[[], TextModel]) -> None:
 
     @api.get("/v1/models")
     async def models() -> Response:
-        return AsciiResponse({"object": "list", "data": [describe(current().facts)]})
+        return AsciiResponse({"object": "list", "data": [describe((await current()).facts)]})
 
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        facts = current().facts
+        facts = (await current()).facts
         if name != facts.name:
             raise _no_model(name, facts)
         return AsciiResponse(describe(facts))

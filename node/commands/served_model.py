@@ -23,7 +23,7 @@ PLAIN_STOP = "\n\nUser:\n"
 """In the plain format of conversations, the next turn of the user ends an answer."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ServedModel:
     """A model and its tokenizer. Nothing changes them, so a running answer is not disturbed by a newer model."""
 

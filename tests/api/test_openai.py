@@ -55,9 +55,12 @@ class FakeModel:
 
 @asynccontextmanager
 async def served_model(model: FakeModel) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+    async def current() -> FakeModel:
+        return model
+
     generations = Generations(REQUESTS)
     app = build_openai_app(
-        lambda: model, generations, Keys(TOKEN, lambda: 0.0), tokens_max=TOKENS_MAX, hosts=["node.example"]
+        current, generations, Keys(TOKEN, lambda: 0.0), tokens_max=TOKENS_MAX, hosts=["node.example"]
     )
     try:
         async with serving(app, None, head_s=PATIENCE_S) as served, served.http() as http:
