@@ -104,7 +104,7 @@ def _run_beside_training(call: Call) -> int:
     status = run_in_own_session()
     if status is not None:
         return status
-    import node.training.model  # noqa: F401 - it imports torch, which takes long at low priority
+    from transformers import AutoModelForCausalLM  # noqa: F401 - with torch, this takes long at low priority
 
     lower_priority()
     code: int = call.args.command_function(call)
