@@ -267,8 +267,9 @@ def _add_steer(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None
     )
     command.add_argument("--from-round", metavar="N", type=int, help="first round to which the change applies")
     command.add_argument(
-        "--replace", metavar="NUMBER", type=int, help="give this change the number of a pending rollback"
-    )
+        "--replace", metavar="NUMBER", type=int,
+        help="give this change the number of a pending rollback, or of a pending change of round.min_peers",
+    )  # fmt: skip
     command.add_argument("--key", metavar="FILE", type=Path, help="key file (default: the key of this node)")
     command.add_argument(
         "--out", metavar="FILE", type=Path, help="write the signed amendment to a file, and do not submit it"

@@ -191,7 +191,8 @@ class AmendmentInfo(Value):
     """The new values, such as `inner.lr = 0.0002`, or `pause`, `resume` or `stop`."""
     signers: tuple[str, ...]
     """Peer ids of the keys that have signed it."""
-    is_rollback: bool = False
+    is_replaceable: bool = False
+    """Whether another action may replace it while it is pending: a rollback, or a change of `round.min_peers`."""
     accepted_round: int | None = None
     """The round whose record has accepted it; None while it is pending."""
     was_skipped: bool = False
@@ -217,6 +218,8 @@ class GovernanceInfo(Value):
     """How many of the keys must sign an amendment."""
     round: int = -1
     """The last committed round that this node knows."""
+    schedule_tokens: int = 0
+    """The tokens of the swarm without those that rollbacks took back. The run ends when they reach `total_tokens`."""
     is_paused: bool = False
     amendments: tuple[AmendmentInfo, ...] = ()
     """In the order of their numbers; pending ones come last."""
