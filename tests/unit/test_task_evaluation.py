@@ -352,11 +352,11 @@ def test_only_drawn_nodes_evaluate_and_only_every_kth_round(tmp_path: Path) -> N
     _, _, digest = make_trained(tmp_path, run_of())
     scene = Scene(tmp_path, members=1)
     assert [number for number in range(-1, 8) if scene.made.is_due(number)] == [1, 3, 5, 7]
-    others = [f"other{number}" for number in range(20)]
-    for other in others:
-        scene.view = MemberSnapshot(peer_id="me", rows=(row("me", None), row(other, None)))
+    for number in range(20):
+        me, other = f"me{number}", f"other{number}"
+        scene.view = MemberSnapshot(peer_id=me, rows=(row(me, None), row(other, None)))
         scene.made.saved(tip_of(1, digest, {other}, head=other))
-        is_drawn = draw(digest, ["me", other], 1) == ["me"]
+        is_drawn = draw(digest, [me, other], 1) == [me]
         assert [one.round for one in scene.made._rounds.all()] == ([1] if is_drawn else [])
         scene.made.chain_left()
     assert 0 < scene.process.wakes < 20
