@@ -19,7 +19,7 @@ import psutil
 from node.host.parent_death import launch_command
 
 NICENESS = 10
-"""If all cores are busy, a process gets a tenth of one. With 19 it would get 1.5 %, and never end."""
+"""If all cores are busy, a process gets a tenth of one. With 19 it would get 1.5 %, and hardly ever end."""
 OOM_SCORE = "1000"
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment of a process that computes on the CPU, because the GPU's memory belongs to training."""
@@ -65,7 +65,6 @@ def run_in_own_session() -> int | None:
     """
     if not AUTOGROUP.exists() or os.getsid(0) == os.getpid():
         return None
-
     process = subprocess.Popen(launch_command([sys.executable, *sys.orig_argv[1:]]), start_new_session=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: process.send_signal(number))
