@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     try:
         call = _read_call(sys.argv[1:] if argv is None else argv, environ)
         is_debug = call.loaded.config.log.level == "debug"
-        code: int = call.args.command_function(call)
+        is_beside = argv is None and call.args.command_function in (_evaluate, _generate, _serve)
+        code: int = (_run_beside_training if is_beside else call.args.command_function)(call)
     except NodeError as exc:
         print(f"diloco-node: {exc}", file=sys.stderr)
         return exc.exit_code
@@ -92,6 +93,22 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             file=sys.stderr,
         )
         return EXIT_BUG
+    return code
+
+
+def _run_beside_training(call: Call) -> int:
+    """Run a command in a session of its own, on the CPU and at low priority, so that a node here goes on training."""
+    from node.daemon.worker_process import WORKER_ENVIRONMENT
+    from node.host.priority import WITHOUT_GPU, lower_priority, run_in_own_session
+
+    os.environ.update(WORKER_ENVIRONMENT | os.environ | WITHOUT_GPU)  # Before torch is imported.
+    status = run_in_own_session()
+    if status is not None:
+        return status
+    from transformers import AutoModelForCausalLM  # noqa: F401 - with torch, this takes long at low priority
+
+    lower_priority()
+    code: int = call.args.command_function(call)
     return code
 
 
@@ -251,8 +268,9 @@ def _add_steer(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None
     )
     command.add_argument("--from-round", metavar="N", type=int, help="first round to which the change applies")
     command.add_argument(
-        "--replace", metavar="NUMBER", type=int, help="give this change the number of a pending rollback"
-    )
+        "--replace", metavar="NUMBER", type=int,
+        help="give this change the number of a pending rollback, or of a pending change of round.min_peers",
+    )  # fmt: skip
     command.add_argument("--key", metavar="FILE", type=Path, help="key file (default: the key of this node)")
     command.add_argument(
         "--out", metavar="FILE", type=Path, help="write the signed amendment to a file, and do not submit it"
@@ -884,10 +902,6 @@ def _generate(call: Call) -> int:
 
 
 def _serve(call: Call) -> int:
-    from node.daemon.worker_process import WORKER_ENVIRONMENT
-
-    # Set before torch is imported.
-    os.environ.update(WORKER_ENVIRONMENT | os.environ)
     from node.commands.serve import ServeOptions, serve
     from node.host import logs
 

@@ -75,6 +75,11 @@ FAILURE_REASONS = (
 REJECT_REASONS = ("bad_message", "bad_signature", "bad_size", "not_finite", "bad_norm", "bad_weight", "equivocation")
 PUBLISH_RESULTS = ("published", "found", "superseded", "given_up", "failed")
 """By this node; by another node; not, as a later round is there; not, as it waited too long; not yet."""
+MOST_SCORES = 16
+"""A peer record has no more scores in tasks."""
+MOST_SCORE = 1e100
+"""Upper bound of the absolute value of a score, so that no median is infinite. The perplexity of a word is large at
+first."""
 AMENDMENT_REFUSALS = ("forged", "replayed", "late", "early", "conflicting", "oversized", "invalid")
 REACHABILITIES = ("direct", "relay", "none")
 TRANSPORTS = ("direct", "relay")
@@ -101,7 +106,8 @@ def _check_calendar(moment: datetime) -> datetime:
     return moment
 
 
-TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:/-]{1,64}$")]
+TASK_NAME = r"^[A-Za-z0-9_.,:/-]{1,64}$"
+TaskName = Annotated[str, StringConstraints(pattern=TASK_NAME)]
 Moment = Annotated[AwareDatetime, AfterValidator(_check_calendar)]
 PausedBy = Literal["owner", "schedule", "battery", "user", "traffic", ""]
 TRAFFIC_LIMIT = "traffic_limit"
@@ -185,7 +191,8 @@ class AmendmentInfo(Value):
     """The new values, such as `inner.lr = 0.0002`, or `pause`, `resume` or `stop`."""
     signers: tuple[str, ...]
     """Peer ids of the keys that have signed it."""
-    is_rollback: bool = False
+    is_replaceable: bool = False
+    """Whether another action may replace it while it is pending: a rollback, or a change of `round.min_peers`."""
     accepted_round: int | None = None
     """The round whose record has accepted it; None while it is pending."""
     was_skipped: bool = False
@@ -211,6 +218,8 @@ class GovernanceInfo(Value):
     """How many of the keys must sign an amendment."""
     round: int = -1
     """The last committed round that this node knows."""
+    schedule_tokens: int = 0
+    """The tokens of the swarm without those that rollbacks took back. The run ends when they reach `total_tokens`."""
     is_paused: bool = False
     amendments: tuple[AmendmentInfo, ...] = ()
     """In the order of their numbers; pending ones come last."""
@@ -231,7 +240,7 @@ class TaskScore(Value):
 
     name: str
     """TASK/METRIC."""
-    score: float
+    score: float = Field(allow_inf_nan=False)
     round: int
     members: int
     """Number of members that evaluated it."""
@@ -351,7 +360,7 @@ class TaskScores(Value):
 
     round: int = Field(ge=-1, lt=2**63)
     state_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-    scores: dict[TaskName, Annotated[float, Field(allow_inf_nan=False)]] = Field(max_length=16)
+    scores: dict[TaskName, Annotated[float, Field(ge=-MOST_SCORE, le=MOST_SCORE)]] = Field(max_length=MOST_SCORES)
 
 
 class PeersInfo(Value):

@@ -168,7 +168,7 @@ class Guard:
             return None
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if site is None and origin is None:
-            is_own = bearer(headers) is not None and "cookie" not in headers
+            is_own = "cookie" not in headers  # Without a cookie, the token is needed.
         else:
             is_own = site in (None, "same-origin") and (origin is None or _is_origin_of(origin, headers["host"]))
         return (

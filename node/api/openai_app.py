@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -52,13 +52,13 @@ class Generations:
     async def run(self, pieces: Iterator[Piece]) -> AsyncGenerator[Piece, None]:
         """Yield the pieces, which a thread computes. Closing this iterator ends the thread after its next piece.
 
-        Raises OpenAiError if too many generations run, and the exceptions of `pieces`.
+        Raises OpenAiError if too many generations run, or if the last piece is missing, and the exceptions of `pieces`.
         """
         if len(self._threads) >= self._most:
             text = f"This server answers at most {self._most} requests at a time: try again soon."
             raise OpenAiError(429, text, code="rate_limit_exceeded")
         loop, is_unwanted = asyncio.get_running_loop(), threading.Event()
-        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()  # None is the end.
 
         def compute() -> None:
             try:
@@ -70,6 +70,7 @@ class Generations:
             except Exception as exc:  # noqa: BLE001 - raised again where the pieces are read
                 tell(queue.put_nowait, exc)
             finally:
+                tell(queue.put_nowait, None)
                 tell(self._threads.discard, thread)
 
         def tell(function: Callable[[Any], None], argument: Any) -> None:
@@ -84,6 +85,8 @@ class Generations:
                 item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
+                if item is None:
+                    raise OpenAiError(500, "The model has stopped before the end of its answer.", code="internal")
                 yield item
                 if item.finish:
                     return
@@ -129,7 +132,7 @@ CHAT = AnswerFormat("chatcmpl", "chat.completion", "chat.completion.chunk", is_c
 
 
 def build_openai_app(
-    current: Callable[[], TextModel],
+    current: Callable[[], Awaitable[TextModel]],
     generations: Generations,
     keys: Keys,
     *,
@@ -143,21 +146,21 @@ def build_openai_app(
     api = FastAPI(openapi_url=None, redirect_slashes=False)
     _add_models(api, current)
 
-    def model_for(name: str) -> TextModel:
-        model = current()
+    async def model_for(name: str) -> TextModel:
+        model = await current()
         if name != model.facts.name:
             raise _no_model(name, model.facts)
         return model
 
     @api.post("/v1/completions")
     async def completions(wanted: CompletionRequest, request: Request) -> Response:
-        model, options = model_for(wanted.model), wanted.options(COMPLETION_TOKENS, tokens_max)
+        model, options = await model_for(wanted.model), wanted.options(COMPLETION_TOKENS, tokens_max)
         pieces = generations.run(model.complete(wanted.prompt, options))
         return await _answer(COMPLETION, model.facts, pieces, wanted, request)
 
     @api.post("/v1/chat/completions")
     async def chat_completions(wanted: ChatRequest, request: Request) -> Response:
-        model, options = model_for(wanted.model), wanted.options(None, tokens_max)
+        model, options = await model_for(wanted.model), wanted.options(None, tokens_max)
         messages = [{"role": message.role, "content": message.content} for message in wanted.messages]
         pieces = generations.run(model.chat(messages, options))
         return await _answer(CHAT, model.facts, pieces, wanted, request)
@@ -166,7 +169,7 @@ def build_openai_app(
     return Guard(api, keys, hosts=hosts, body_bytes_max=BODY_BYTES_MAX, answer=error_response)
 
 
-def _add_models(api: FastAPI, current: Callable[[], TextModel]) -> None:
+def _add_models(api: FastAPI, current: Callable[[], Awaitable[TextModel]]) -> None:
     def describe(facts: ModelFacts) -> dict[str, Any]:
         return {
             "id": facts.name,
@@ -180,11 +183,11 @@ def _add_models(api: FastAPI, current: Callable[[], TextModel]) -> None:
 
     @api.get("/v1/models")
     async def models() -> Response:
-        return AsciiResponse({"object": "list", "data": [describe(current().facts)]})
+        return AsciiResponse({"object": "list", "data": [describe((await current()).facts)]})
 
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        facts = current().facts
+        facts = (await current()).facts
         if name != facts.name:
             raise _no_model(name, facts)
         return AsciiResponse(describe(facts))
@@ -239,9 +242,10 @@ async def _events(
             async for last in pieces:
                 if last.text or last.finish:
                     yield event([form.change(last)])
-        except Exception:
+        except Exception as exc:
             logger.exception("A generation has failed.")
-            yield b"data: " + to_json(_internal_error().body()) + b"\n\n"
+            error = exc if isinstance(exc, OpenAiError) else _internal_error()
+            yield b"data: " + to_json(error.body()) + b"\n\n"
             return
     if with_usage:
         yield event([], usage=_usage(last))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that does not say, as the original API has it."""
@@ -186,6 +186,7 @@ class OpenAiValue(BaseModel):
 
 class StreamOptions(OpenAiValue):
     include_usage: bool = False
+    include_obfuscation: Annotated[Any, _only(False)] = False
 
 
 class OpenAiRequest(OpenAiValue):
@@ -232,13 +233,33 @@ class ChatMessage(OpenAiValue):
     content: Annotated[Text, BeforeValidator(_joined_parts)]
     name: str = ""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_refusal(cls, values: Any) -> Any:
+        """An answer that another model has refused has a refusal in place of a content."""
+        if not isinstance(values, dict) or values.get("content") is not None or values.get("role") != "assistant":
+            return values
+        return {key: value for key, value in values.items() if key != "refusal"} | {"content": values.get("refusal")}
+
 
 class ChatRequest(OpenAiRequest):
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
-    """The first name is the newer one."""
     logprobs: Annotated[Any, _only(False)] = False
     top_logprobs: Annotated[Any, _only(0)] = 0
     response_format: Annotated[Any, _only({"type": "text"})] = None
     tools: Annotated[Any, _only([])] = None
     tool_choice: Annotated[Any, _only("none", "auto")] = None
+    parallel_tool_calls: bool = True
+    store: Annotated[Any, _only(False)] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_limit(cls, values: Any) -> Any:
+        """`max_completion_tokens` is the newer name of `max_tokens`. Some clients send both."""
+        if not isinstance(values, dict) or values.get("max_completion_tokens") is None:
+            return values
+        rest = {key: value for key, value in values.items() if key != "max_completion_tokens"}
+        limit = values["max_completion_tokens"]
+        if rest.get("max_tokens") not in (None, limit):
+            raise ValueError("max_tokens and max_completion_tokens differ: send one of them")
+        return rest | {"max_tokens": limit}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from node.config.schema import Config
 from node.errors import UsageError
 from node.publication.tasks import evaluate_folder
+from node.training.device import threads_per_rank
 from node.training.model import silence_transformers
 
 
@@ -17,4 +20,5 @@ def evaluate(config: Config, folder: Path) -> dict[str, float]:
         raise UsageError(f"{folder} has no model: name a folder that `export` or a publication has written.")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     silence_transformers()
+    torch.set_num_threads(threads_per_rank(config.limits.cpu_threads, 1))
     return evaluate_folder(folder, config.evaluate)

@@ -18,7 +18,7 @@ from node.commands.export import newest, tokenizer_of
 from node.config.schema import Config
 from node.errors import NodeError, UsageError
 from node.host.parent_death import die_with_parent
-from node.host.priority import WORKING_NICENESS, lower_priority
+from node.host.priority import lower_priority
 from node.training.device import threads_per_rank
 from node.training.model import build_model, load_flat_
 from node.training.sampling import sample
@@ -41,21 +41,22 @@ def generate(config: Config, text: str, *, tokens: int, temperature: float, seed
             f"The text is too long or empty: it has {len(prompt)} tokens, and this model takes 1 to "
             f"{shape.max_position_embeddings - 1}; give a shorter one, or one that is not empty."
         )
+    torch.set_num_threads(threads_per_rank(config.limits.cpu_threads, 1))
     model = build_model(shape, seed=0).eval()
     load_flat_(model, checkpoint.anchor)
-    sampled = islice(sample(model, prompt, temperature=temperature, seed=seed), min(tokens, room))
+    found = sample(model, prompt, temperature=temperature, seed=seed, vocabulary=tokenizer.size)
+    sampled = islice(found, min(tokens, room))
     text = tokenizer.decode(list(takewhile(lambda token: token != tokenizer.end, sampled)))
     return GeneratedText(text=text, round=checkpoint.round)
 
 
 def main() -> int:
     die_with_parent(os.getppid())
-    lower_priority(WORKING_NICENESS)
+    lower_priority()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Packages print to stdout.
     order = json.loads(sys.stdin.readline())
     config, request = Config.model_validate(order["config"]), TextRequest.model_validate(order["request"])
-    torch.set_num_threads(threads_per_rank(config.limits.cpu_threads, 1))
     try:
         made = generate(config, request.prompt, tokens=request.tokens, temperature=request.temperature, seed=None)
         answer = made.model_dump_json()

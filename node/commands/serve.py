@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from node.config.schema import Config
 from node.daemon.data_directory import TOKEN_LENGTH_MIN
 from node.daemon.http_server import bind, load_tls, make_server, no_tls_notice, url_of
 from node.errors import DataFolderError, NodeError, UsageError
-from node.host.priority import lower_priority
 from node.training.device import threads_per_rank
 
 LOOK_S = 5.0
@@ -52,7 +52,6 @@ def serve(config: Config, options: ServeOptions, tell: Callable[[str], None]) ->
     """
     if options.requests < 1 or options.max_tokens < 1 or not 0 <= options.port < 2**16:
         raise UsageError("--requests and --max-tokens must be at least 1, and --port from 0 to 65535.")
-    lower_priority()
     prepare_thread(config)
     keys = Keys(read_token(config.node.data_dir), time.monotonic)
     with bind(options.host, options.port, flags="--") as sock:
@@ -74,7 +73,7 @@ async def _serve(
     newest = NewestModel(config, model)
     generations = Generations(options.requests, lambda: prepare_thread(config))
     hosts = [options.host, sock.getsockname()[0], *config.api.host_names]
-    app = build_openai_app(lambda: newest.model, generations, keys, tokens_max=options.max_tokens, hosts=hosts)
+    app = build_openai_app(newest.get, generations, keys, tokens_max=options.max_tokens, hosts=hosts)
     server = make_server(app, tls)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
@@ -96,36 +95,53 @@ async def _serve(
 
 
 class NewestModel:
-    """Loads the model again whenever there are newer outer parameters."""
+    """Loads the newest outer parameters while somebody asks for them. At most two models are in memory."""
 
     def __init__(self, config: Config, model: ServedModel) -> None:
-        self.model = model
-        """The newest model. A running answer keeps its own."""
+        self._model = model
+        self._before: weakref.ref[ServedModel] = weakref.ref(model)
+        """The model before, for as long as an answer uses it."""
         self._config, self._store = config, store_of(config)
         self._seen: tuple[int, int] | None = None
+        self._is_wanted = True
+        """Whether somebody has asked since the model was loaded."""
+        self._loading = asyncio.Lock()
+        self._problem = ""
+
+    async def get(self) -> ServedModel:
+        """Return the newest model. A running answer keeps its own. Waits for a newer one only after a pause."""
+        if not self._is_wanted:
+            self._is_wanted = True
+            await self._refresh()
+        return self._model
 
     async def watch(self, interval_s: float = LOOK_S) -> None:
-        """Look for newer parameters forever. The last model stays if they cannot be read, and is tried again."""
-        problem = ""
+        """Look for newer parameters forever."""
         while True:
-            try:
-                await asyncio.to_thread(self._look)
-                problem = ""
-            except NodeError as exc:
-                if str(exc) != problem:
-                    log.warning("The model after round %d is still served: %s", self.model.facts.round, exc)
-                problem = str(exc)
+            if self._is_wanted:
+                await self._refresh()
             await asyncio.sleep(interval_s)
 
+    async def _refresh(self) -> None:
+        """Load newer parameters. The last model stays if they cannot be read."""
+        async with self._loading:
+            try:
+                await asyncio.to_thread(self._look)
+                self._problem = ""
+            except NodeError as exc:
+                if str(exc) != self._problem:
+                    log.warning("The model after round %d is still served: %s", self._model.facts.round, exc)
+                self._problem = str(exc)
+
     def _look(self) -> None:
-        found = self._store.outer_version()
-        if found == self._seen:
+        before, found = self._model, self._store.outer_version()
+        if found == self._seen or self._before() not in (None, before):
             return
-        before = self.model
-        self.model = ServedModel.load(self._config, before)
+        model = ServedModel.load(self._config, before)
         self._seen = found
-        if self.model is not before:
-            log.info("The model after round %d is served.", self.model.facts.round)
+        if model is not before:
+            self._model, self._before, self._is_wanted = model, weakref.ref(before), False
+            log.info("The model after round %d is served.", model.facts.round)
 
 
 def prepare_thread(config: Config) -> None:

@@ -9,7 +9,7 @@ from itertools import islice
 
 from torch import nn
 
-from node.api.openai_models import Finish, ModelFacts, Piece, PromptRefused, SamplingOptions
+from node.api.openai_models import Finish, ModelFacts, OpenAiError, Piece, PromptRefused, SamplingOptions
 from node.commands.export import newest, tokenizer_of
 from node.config.manifest import Manifest
 from node.config.schema import Config
@@ -23,7 +23,7 @@ PLAIN_STOP = "\n\nUser:\n"
 """In the plain format of conversations, the next turn of the user ends an answer."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ServedModel:
     """A model and its tokenizer. Nothing changes them, so a running answer is not disturbed by a newer model."""
 
@@ -83,7 +83,14 @@ class ServedModel:
         yield Piece("", len(prompt), 0, None)
         most = min(room, options.max_tokens or room)
         stream = TextStream(self._tokenizer.decode, prompt, stop)
-        tokens = sample(self._model, prompt, temperature=options.temperature, top_p=options.top_p, seed=options.seed)
+        tokens = sample(
+            self._model,
+            prompt,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            vocabulary=self._tokenizer.size,
+        )
         for number, token in enumerate(islice(tokens, most), 1):
             is_end = token == self._tokenizer.end
             text = "" if is_end else stream.add(token)
@@ -93,6 +100,8 @@ class ServedModel:
             yield Piece(text, len(prompt), number, finish if is_last else None)
             if is_last:
                 return
+        text = f"The model after round {self.facts.round} cannot go on, because its logits are not finite."
+        raise OpenAiError(500, text, code="not_finite")
 
 
 def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -103,13 +103,15 @@ def draft(
 ) -> Amendment:
     """The next amendment of the run of this node. Raises UsageError if the run cannot be amended so.
 
-    `content` has the fields of `Amendment` that belong to the action. `replaces` is the number of a pending rollback.
+    `content` has the fields of `Amendment` that belong to the action. `replaces` is the number of a pending amendment
+    that is replaceable.
     """
-    info = governance(client)
+    info, status = governance(client), client.status()
     if info.mode == "fixed":
         raise UsageError("Nobody may amend this run: its founder chose run.governance = fixed.")
+    check_effects(content.get("changes", {}), info.schedule_tokens, int(status["peers"]["training"]))
     # `swarm_round` is only what most members claim, so it sets the default and not the limit.
-    last = max(info.round, int(client.status()["run"]["swarm_round"]))
+    last = max(info.round, int(status["run"]["swarm_round"]))
     # No round of a paused run follows by itself, so a change applies from the next one on.
     usual = last + (LEAST_AHEAD if info.is_paused else USUAL_AHEAD)
     from_round = usual if from_round is None else from_round
@@ -118,10 +120,12 @@ def draft(
     known = {one.number: one for one in info.amendments}
     if replaces is not None:
         old = known.get(replaces)
-        if old is None or old.accepted_round is not None or not old.is_rollback or action == "rollback":
-            raise UsageError("--replace takes the number of a pending rollback, and works only with another action.")
+        if old is None or old.accepted_round is not None or not old.is_replaceable:
+            raise UsageError(
+                "--replace takes the number of a pending rollback or of a pending change of round.min_peers."
+            )
     try:
-        return Amendment(
+        amendment = Amendment(
             run=info.run,
             # An amendment that was dropped, or was left behind with its chain, has left its number free.
             number=replaces or next(number for number in count(1) if number not in known),
@@ -131,6 +135,24 @@ def draft(
         )
     except ValidationError as exc:
         raise UsageError(f"The amendment is not valid: {exc.errors()[0]['msg']}.") from exc
+    if replaces is not None and amendment.is_replaceable:
+        raise UsageError("--replace works only with an action that needs no more members, such as pause or resume.")
+    return amendment
+
+
+def check_effects(changes: Mapping[str, Any], schedule_tokens: int, members: int) -> None:
+    """Raise UsageError for new values that would end the run, or that no round could accept with these members."""
+    total, least = changes.get("total_tokens"), changes.get("round.min_peers")
+    if total is not None and total <= schedule_tokens:
+        raise UsageError(
+            f"run.total_tokens = {total} would end the run, which has trained on {schedule_tokens} tokens: to end it, "
+            "run `diloco-node steer stop`."
+        )
+    if least is not None and least > members:
+        raise UsageError(
+            f"run.round.min_peers = {least} is more than the {members} members that are here, so no round could accept "
+            "it: choose a lower number."
+        )
 
 
 def governance(client: Client) -> GovernanceInfo:

@@ -91,6 +91,11 @@ class Amendment(_Part):
         """The text under the signatures: JSON with sorted keys and no spaces."""
         return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
 
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether another action may replace it while it is pending, as no round may have the members it needs."""
+        return self.action == "rollback" or "round.min_peers" in self.changes
+
     def describe(self) -> str:
         """The change as a phrase, such as `inner.lr = 0.0002`, or `pause`."""
         if self.to_round is not None:

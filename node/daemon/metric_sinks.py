@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from node.host.priority import WITHOUT_GPU
 from node.sinks.series import Point, SinkTarget
 from node.status import Notice, Report, RoundRecord, Stage
 
@@ -35,8 +36,9 @@ REASON_LENGTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class SinkTimings:
-    answer_s: float = 60.0
-    """A sink that has not written a point within this time is killed. Its package may take long to import."""
+    answer_s: float = 180.0
+    """A sink that has not written a point within this time is killed. Its package may take long to import, at low
+    priority."""
     retry_s: float = 300.0
     """Pause before a sink that failed is started again."""
     close_s: float = 5.0
@@ -162,11 +164,14 @@ class Feed:
                 await self._serve()
             except SinkFailed as exc:
                 await self._kill()
-                self._tell(str(exc), is_final=exc.is_final)
+                again = f"the node tries again every {self._timings.retry_s:g} s, or remove it from metrics.sinks"
+                install = f"run `pip install diloco-node[{self._name}]`, and start the node again"
+                self._tell(str(exc), install if exc.is_final else again)
                 self._is_over = exc.is_final
             except Exception:
                 await self._kill()
                 logger.exception("A bug has stopped the sink %s. The node goes on without it.", self._name)
+                self._tell("a bug, which the log shows", "please report it, and start the node again")
                 self._is_over = True
             await asyncio.sleep(0 if self._is_over else self._timings.retry_s)
         self._points.clear()
@@ -213,6 +218,7 @@ class Feed:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
+                    env=os.environ | WITHOUT_GPU,
                     start_new_session=True,
                 )
         except OSError as exc:
@@ -225,8 +231,11 @@ class Feed:
 
     async def _reason_of_end(self, process: asyncio.subprocess.Process) -> SinkFailed:
         """Why the sink's process has ended: the last line of its output."""
-        async with asyncio.timeout(self._timings.answer_s):
-            status = await process.wait()
+        try:
+            async with asyncio.timeout(self._timings.answer_s):
+                status = await process.wait()
+        except TimeoutError:
+            return SinkFailed("it reads no more points, but its process has not ended")
         if status == NOT_INSTALLED:
             return SinkFailed("its packages are not installed", is_final=True)
         text = await asyncio.to_thread(_tail, self._log_file)
@@ -236,14 +245,11 @@ class Feed:
     def _code(self) -> str:
         return f"sink_{self._name}"
 
-    def _tell(self, reason: str, *, is_final: bool) -> None:
+    def _tell(self, reason: str, remedy: str) -> None:
         """Tell the owner, once until the sink works again."""
         if self._has_failed:
             return
         self._has_failed = True
-        remedy = f"the node tries again every {self._timings.retry_s:g} s, or remove it from metrics.sinks"
-        if is_final:
-            remedy = f"run `pip install diloco-node[{self._name}]`, and start the node again"
         text = f"The curves are not written to {self._name} ({reason}): {remedy}."
         logger.warning("%s", text)
         self._set_notice(self._code, Notice(code=self._code, text=text))

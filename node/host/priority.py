@@ -1,24 +1,72 @@
-"""Lowers the priority of processes that work beside training."""
+"""Lowers the priority of processes that work beside training.
+
+Linux may share the processor between sessions first (`sched_autogroup_enabled`), so that a niceness counts only within
+a session. A process of low priority therefore leads a session of its own, or shares that of the training.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-NICENESS = 19
-WORKING_NICENESS = 10
-"""For work that has to be done in the end. If all cores are busy, 19 leaves a process 1.5 % of a core."""
+from node.host.parent_death import launch_command
+
+NICENESS = 10
+"""If all cores are busy, a process gets a tenth of one. With 19 it would get 1.5 %, and hardly ever end."""
 OOM_SCORE = "1000"
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment of a process that computes on the CPU, because the GPU's memory belongs to training."""
+AUTOGROUP = Path("/proc/self/autogroup")
+"""The niceness of this process's session. Only some kernels have it."""
+AUTOGROUP_TRIES = 20
+AUTOGROUP_WAIT_S = 0.15
+"""The kernel takes one change in 0.1 s from all users together."""
 
 
-def lower_priority(niceness: int = NICENESS) -> None:
-    """Let training have processor and disk first, and let the system end this process first if memory runs out."""
-    os.nice(niceness)
+def lower_priority() -> None:
+    """Let training have processor and disk first, and let the system end this process first if memory runs out.
+
+    The niceness becomes that of the whole session if this process leads one.
+    """
+    os.nice(NICENESS)
     with suppress(AttributeError, OSError, psutil.Error):  # Only Linux has these.
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+    if os.getsid(0) == os.getpid():
+        _lower_session()
+
+
+def _lower_session() -> None:
+    for _ in range(AUTOGROUP_TRIES):
+        try:
+            AUTOGROUP.write_text(str(NICENESS))
+        except BlockingIOError:
+            time.sleep(AUTOGROUP_WAIT_S)
+        except OSError:
+            return
+        else:
+            return
+
+
+def run_in_own_session() -> int | None:
+    """Run the command of this process again as the leader of a session of its own, so that its niceness counts.
+
+    Signals that end this process end that one. Call this on the main thread.
+
+    Returns:
+        the exit code; None if this process needs no other session.
+    """
+    if not AUTOGROUP.exists() or os.getsid(0) == os.getpid():
+        return None
+    process = subprocess.Popen(launch_command([sys.executable, *sys.orig_argv[1:]]), start_new_session=True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: process.send_signal(number))
+    status = process.wait()
+    return status if status >= 0 else 128 - status

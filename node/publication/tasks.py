@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,15 +17,13 @@ from node.errors import MachineError, UsageError
 from node.training.hub import first_sentence
 
 NOT_INSTALLED = "no_lm_eval"
-MOST_SCORES = 16
-"""A peer record has no more scores."""
-_NAME = re.compile(r"[A-Za-z0-9_.,:/-]{1,64}")
 
 
 def evaluate_folder(folder: Path, cfg: EvaluateConfig) -> dict[str, float]:
     """Evaluate a model folder. Returns the scores by TASK/METRIC.
 
-    Raises MachineError without lm-eval, or if a data set cannot be read, and UsageError for an unknown task.
+    Raises MachineError without lm-eval, or if the model or a data set cannot be read, and UsageError for an unknown
+    task.
     """
     if not cfg.tasks:
         raise UsageError("No task is named: write --tasks NAME,NAME, or set evaluate.tasks.")
@@ -44,7 +41,14 @@ def evaluate_folder(folder: Path, cfg: EvaluateConfig) -> dict[str, float]:
             ) from exc
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         manager = _task_manager(TaskManager, cfg)
-        model = HFLM(pretrained=str(folder.absolute()), device="cpu", dtype="float32", batch_size=1)
+        try:
+            model = HFLM(pretrained=str(folder.absolute()), device="cpu", dtype="float32", batch_size=1)
+        except Exception as exc:
+            raise MachineError(
+                f"The model in {folder} cannot be loaded ({first_sentence(exc)}): write the folder again with "
+                "`diloco-node export`.",
+                code="model",
+            ) from exc
         try:
             found = simple_evaluate(
                 model,
@@ -92,7 +96,6 @@ def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             metric, _, filter_ = name.partition(",")
             if not filter_ or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            label = f"{task}/{metric}" if filter_ == "none" else f"{task}/{name}"
-            if math.isfinite(value) and _NAME.fullmatch(label):
-                scores[label] = float(value)
-    return dict(list(scores.items())[:MOST_SCORES])
+            if math.isfinite(value):
+                scores[f"{task}/{metric}" if filter_ == "none" else f"{task}/{name}"] = float(value)
+    return scores

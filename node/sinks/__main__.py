@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from node.host.parent_death import die_with_parent
+from node.host.priority import lower_priority
 from node.sinks.series import Point, SinkTarget
 from node.sinks.sinks import SINKS, Sink
 
@@ -46,6 +47,7 @@ def serve(open_sink: Callable[[SinkTarget], Sink], lines: TextIO, answers: TextI
 
 def main(sinks: Mapping[str, Callable[[SinkTarget], Sink]] = SINKS) -> int:
     die_with_parent(os.getppid())
+    lower_priority()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)  # Packages print to stdout.
         return serve(sinks[sys.argv[1]], sys.stdin, answers)

@@ -137,30 +137,30 @@ class Otlp:
 
     def __init__(self, target: SinkTarget) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-        from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportResult
+        from opentelemetry.sdk.metrics import export
         from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         who = {"service.name": "diloco-node", "service.instance.id": target.node_id, "diloco.node": target.node}
-        resource = Resource.create(who | {"diloco.run": target.run, "diloco.run_id": target.run_id})
-        self._done = MetricExportResult.SUCCESS
+        self._resource = Resource.create(who | {"diloco.run": target.run, "diloco.run_id": target.run_id})
+        self._scope = InstrumentationScope("diloco-node")
+        self._kinds = export
         self._exporter = OTLPMetricExporter()
-        self._reader = InMemoryMetricReader()
-        self._provider = MeterProvider([self._reader], resource=resource, shutdown_on_exit=False)
-        self._meter = self._provider.get_meter("diloco-node")
-        self._gauges: dict[str, Any] = {}
 
     def write(self, point: Point) -> None:
+        kinds, at_ns = self._kinds, int(point.at_s * 1e9)
+        metrics = []
         for name, value in {**point.values, "run/tokens": point.tokens, "run/round": point.round}.items():
-            if name not in self._gauges:
-                self._gauges[name] = self._meter.create_gauge(f"diloco.{name.replace('/', '.')}")
-            self._gauges[name].set(value)
-        data = self._reader.get_metrics_data()
-        if data is not None and self._exporter.export(data) is not self._done:
+            data = kinds.NumberDataPoint({}, start_time_unix_nano=at_ns, time_unix_nano=at_ns, value=value)
+            metrics.append(kinds.Metric(f"diloco.{name.replace('/', '.')}", "", "", kinds.Gauge([data])))
+        scope = kinds.ScopeMetrics(self._scope, metrics, schema_url="")
+        found = self._exporter.export(
+            kinds.MetricsData([kinds.ResourceMetrics(self._resource, [scope], schema_url="")])
+        )
+        if found is not kinds.MetricExportResult.SUCCESS:
             raise ConnectionError("the collector has not taken the values; is OTEL_EXPORTER_OTLP_ENDPOINT right?")
 
     def close(self) -> None:
-        self._provider.shutdown()
         self._exporter.shutdown()
 
 

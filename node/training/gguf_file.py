@@ -40,8 +40,8 @@ def import_gguf(cfg: ModelConfig) -> Any:
 def write_gguf(cfg: ModelConfig, tensors: Mapping[str, Tensor], folder: Path, file: Path, *, name: str) -> None:
     """Write a file with these tensors, named as in `transformers`, and the tokenizer that is saved in `folder`.
 
-    Matrices become fp16 and vectors fp32, as in llama.cpp's own converter. Raises UsageError for a tokenizer that this
-    function cannot express.
+    Matrices become fp16 and vectors fp32, as in llama.cpp's own converter. A matrix with a weight beyond the range of
+    fp16 stays fp32. Raises UsageError for a tokenizer that this function cannot express.
     """
     gguf = import_gguf(cfg)
     vocabulary = _read_vocabulary(folder, cfg.vocab_size)
@@ -65,7 +65,8 @@ def write_gguf(cfg: ModelConfig, tensors: Mapping[str, Tensor], folder: Path, fi
     for key, tensor in tensors.items():
         if key == "lm_head.weight" and cfg.tie_word_embeddings:
             continue  # llama.cpp takes the input embedding.
-        values = _paired(cfg, key, tensor.numpy()).astype(np.float16 if tensor.dim() > 1 else np.float32)
+        fits = tensor.dim() > 1 and bool(tensor.abs().max() <= np.finfo(np.float16).max)
+        values = _paired(cfg, key, tensor.numpy()).astype(np.float16 if fits else np.float32)
         writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -281,7 +281,7 @@ class Worker:
         try:
             swarm.tell_peers(publishes=duties.publishing.is_on, evaluates=duties.evaluation.is_on)
             if (tip := session.start.tip) is not None:
-                duties.evaluation.know(tip.round, tip.digest)
+                duties.evaluation.know(tip)
                 if session.start.is_resumed:
                     duties.saved(tip)
             del tip

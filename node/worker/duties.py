@@ -26,9 +26,10 @@ class Duties:
         self.publishing.saved(tip)
         self.evaluation.saved(tip)
 
-    def round_over(self, record: RoundRecord) -> None:
+    def round_over(self, record: RoundRecord, tip: Tip) -> None:
+        """Note a committed round. `tip` is the state after it."""
         self.publishing.round_over(record)
-        self.evaluation.round_over(record)
+        self.evaluation.know(tip)
 
     def attend(self) -> None:
         """Report what was done since the last call."""

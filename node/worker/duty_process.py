@@ -13,12 +13,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import IO
 
 from node.host.priority import WITHOUT_GPU
 from node.publication.waiting_rounds import WaitingRounds
 
 RETRY_S = 60.0
 CLOSE_S = 5.0
+LIMIT_S = 24 * 3600.0
+"""A process that writes no line for this long hangs, and is killed. Many tasks on a slow machine take hours."""
 REASON_LENGTH_MAX = 300
 ENVIRONMENT = {**WITHOUT_GPU, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
@@ -36,6 +39,7 @@ class DutyProcess:
         *,
         command: Sequence[str] = (sys.executable, "-P", "-m"),
         retry_s: float = RETRY_S,
+        limit_s: float = LIMIT_S,
     ) -> None:
         """`start` returns the line that the process reads first; the others are called on this object's thread.
 
@@ -44,7 +48,8 @@ class DutyProcess:
             on_failure: gets why the process failed.
         """
         self._command, self._start = (*command, module), start
-        self._rounds, self._on_line, self._on_failure, self._retry_s = rounds, on_line, on_failure, retry_s
+        self._rounds, self._on_line, self._on_failure = rounds, on_line, on_failure
+        self._retry_s, self._limit_s = retry_s, limit_s
         self._woken, self._is_closing = threading.Event(), threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
@@ -96,11 +101,33 @@ class DutyProcess:
             with suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(self._start() + "\n")
             with process.stdout:
-                for line in process.stdout:
-                    self._on_line(line)
-            status = process.wait()
+                was_late = self._follow(process, process.stdout)
             errors.seek(0)
             lines = [line.strip() for line in errors if line.strip()]
+        status = process.returncode
+        if was_late:
+            return f"it has not ended within {self._limit_s / 3600:g} h"
         if status == 0:
             return None
         return lines[-1][:REASON_LENGTH_MAX] if lines else f"its process has ended with exit status {status}"
+
+    def _follow(self, process: subprocess.Popen[str], output: IO[str]) -> bool:
+        """Pass on the lines of the process until it has ended. Returns whether it was killed because it was silent."""
+        was_late = threading.Event()
+
+        def kill() -> None:
+            was_late.set()
+            process.kill()
+
+        while process.returncode is None:
+            timer = threading.Timer(self._limit_s, kill)
+            timer.daemon = True
+            timer.start()
+            try:
+                if line := output.readline():
+                    self._on_line(line)
+                else:
+                    process.wait()
+            finally:
+                timer.cancel()
+        return was_late.is_set()

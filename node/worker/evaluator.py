@@ -8,17 +8,18 @@ failed.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from node.config.manifest import read_manifest
 from node.config.schema import Config
 from node.errors import NodeError
 from node.host.parent_death import die_with_parent
-from node.host.priority import WORKING_NICENESS, lower_priority
+from node.host.priority import lower_priority
 from node.publication.waiting_rounds import WaitingRounds
-from node.status import TaskScores, Value
+from node.status import MOST_SCORE, MOST_SCORES, TASK_NAME, TaskScores, Value
 
 FOLDER = "evaluate"
 """Folder of the waiting rounds, in the data folder."""
@@ -30,6 +31,8 @@ class EvaluatorEvent(Value):
     scores: TaskScores | None
     reason: str = ""
     """Why there are no scores, with the remedy."""
+    left_out: tuple[str, ...] = ()
+    """The scores that the peer record has no room for, or cannot express."""
 
 
 def evaluate_waiting(config: Config, tell: Callable[[EvaluatorEvent], None]) -> None:
@@ -55,8 +58,9 @@ def evaluate_waiting(config: Config, tell: Callable[[EvaluatorEvent], None]) -> 
         write_model_folder(manifest, checkpoint, scratch, tokenizer=tokenizer, command="")
         rounds.remove(newest)  # Now, so that a task that crashes this process does so once.
         found = evaluate_folder(scratch, config.evaluate)
-        scores = TaskScores(round=checkpoint.round, state_digest=checkpoint.state_digest, scores=found)
-        event = EvaluatorEvent(round=newest.round, scores=scores)
+        told = choose_scores(found, config.evaluate.tasks)
+        scores = TaskScores(round=checkpoint.round, state_digest=checkpoint.state_digest, scores=told)
+        event = EvaluatorEvent(round=newest.round, scores=scores, left_out=tuple(found.keys() - told.keys()))
     except NodeError as exc:
         event = EvaluatorEvent(round=newest.round, scores=None, reason=str(exc))
     finally:
@@ -65,9 +69,19 @@ def evaluate_waiting(config: Config, tell: Callable[[EvaluatorEvent], None]) -> 
     tell(event)
 
 
+def choose_scores(found: Mapping[str, float], tasks: Sequence[str]) -> dict[str, float]:
+    """The scores for the peer record. Those of the named `tasks` come first, before those of their subtasks."""
+
+    def rank(label: str) -> int:
+        return next((n for n, task in enumerate(tasks) if label.startswith(f"{task}/")), len(tasks))
+
+    valid = [name for name in found if re.fullmatch(TASK_NAME, name) and abs(found[name]) <= MOST_SCORE]
+    return {name: found[name] for name in sorted(valid, key=rank)[:MOST_SCORES]}
+
+
 def main() -> int:
     die_with_parent(os.getppid())
-    lower_priority(WORKING_NICENESS)
+    lower_priority()
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
         os.dup2(2, 1)  # Packages print to stdout.
         config = Config.model_validate_json(sys.stdin.readline())

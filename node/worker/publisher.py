@@ -19,7 +19,7 @@ from node.config.schema import Config
 from node.errors import NodeError, UsageError
 from node.host.disk_quota import Quota, quota_bytes, size_of
 from node.host.parent_death import die_with_parent
-from node.host.priority import WORKING_NICENESS, lower_priority
+from node.host.priority import lower_priority
 from node.publication.publisher import Publisher, PublishEvent
 from node.publication.stores import open_store
 from node.publication.waiting_rounds import WaitingRound, WaitingRounds
@@ -87,7 +87,7 @@ def make_publisher(start: PublisherStart, tell: Callable[[PublishEvent], None]) 
 
 def main() -> int:
     die_with_parent(os.getppid())
-    lower_priority(WORKING_NICENESS)
+    lower_priority()
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
         os.dup2(2, 1)  # Packages print to stdout.
         try:

@@ -158,6 +158,7 @@ class Reporter:
         self._governance = self._governance.model_copy(
             update={
                 "round": tip.round,
+                "schedule_tokens": tip.state.tokens - rewound,
                 "is_paused": terms.is_paused,
                 "amendments": tuple(_accepted_info(one, tip.round + 1) for one in accepted),
             }
@@ -287,5 +288,5 @@ def _info(signed: SignedAmendment) -> AmendmentInfo:
         from_round=amendment.from_round,
         change=amendment.describe(),
         signers=tuple(sorted(signed.signatures)),
-        is_rollback=amendment.action == "rollback",
+        is_replaceable=amendment.is_replaceable,
     )

@@ -10,7 +10,7 @@ import logging
 import queue
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 
 from pydantic import ValidationError
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from node.config.schema import Config
 from node.host.files import write_whole
 from node.publication.waiting_rounds import WaitingRounds
-from node.status import PeerRow, RoundRecord, TaskScore, TaskScores
+from node.status import PeerRow, TaskScore, TaskScores
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.leader_election import leader_order
 from node.swarm.member import MemberSnapshot
@@ -37,18 +37,22 @@ MOST_DIGESTS = 4096
 """States of this node's chain whose scores it believes."""
 
 
-def is_drawn(head: str, peer_id: str, evaluators: set[str], members: int) -> bool:
-    """Whether a node is one of the evaluators of the state at this head. All can compute the draw."""
-    return peer_id in leader_order(f"evaluate tasks {head}", sorted({peer_id, *evaluators}))[:members]
+def draw(state_digest: str, evaluators: Iterable[str], members: int) -> list[str]:
+    """The evaluators of a state. All can compute the draw."""
+    return leader_order(f"evaluate tasks {state_digest}", sorted(evaluators))[:members]
 
 
 class TaskMedians:
-    """The medians of what members say about the newest evaluated state of this node's chain."""
+    """The medians of what drawn members say about the newest evaluated state of this node's chain."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: int) -> None:
+        """`members` is the number of nodes that are drawn for each state."""
+        self._members = members
         self._digests: dict[int, str] = {}
+        self._newest = -1
+        """The newest evaluated round so far."""
         self._names: list[str] = []
-        """The tasks that have been shown. Each is a time series of the metrics, and any member may name others."""
+        """The tasks that have been shown of it. Each is a time series of the metrics, and a member may name others."""
 
     def know(self, round_: int, state_digest: str) -> None:
         """Note the state after a round. Later states are of a chain that the node has left."""
@@ -57,12 +61,20 @@ class TaskMedians:
         while len(self._digests) > MOST_DIGESTS:
             del self._digests[min(self._digests)]
 
-    def of(self, rows: Iterable[PeerRow]) -> tuple[TaskScore, ...]:
-        """The medians by name. Scores of unknown states do not count, so nobody can make up a newer one."""
-        told = [row.evaluation for row in rows if row.evaluation is not None]
-        known = [one for one in told if self._digests.get(one.round) == one.state_digest]
-        newest = max((one.round for one in known), default=-1)
-        scores = [one.scores for one in known if one.round == newest]
+    def of(self, rows: Sequence[PeerRow], credit: Container[str]) -> tuple[TaskScore, ...]:
+        """The medians by name. Scores of unknown states do not count, so nobody can make up a newer one.
+
+        Of other nodes only those with credit count, as far as they are drawn for the state.
+        """
+        evaluators = {row.peer_id for row in rows if row.evaluates and (row.this_node or row.peer_id in credit)}
+        told = [(row, row.evaluation) for row in rows if row.evaluation is not None and row.peer_id in evaluators]
+        known = [(row, one) for row, one in told if self._digests.get(one.round) == one.state_digest]
+        draws = {one.state_digest: draw(one.state_digest, evaluators, self._members) for _, one in known}
+        counted = [one for row, one in known if row.this_node or row.peer_id in draws[one.state_digest]]
+        newest = max((one.round for one in counted), default=-1)
+        if newest > self._newest:
+            self._newest, self._names = newest, []
+        scores = [one.scores for one in counted if one.round == newest]
         counts = Counter(name for one in scores for name in one)
         names = sorted(counts, key=lambda name: (-counts[name], name))
         self._names += [name for name in names if name not in self._names][: MOST_TASKS - len(self._names)]
@@ -90,7 +102,8 @@ class TaskEvaluation:
         self._reporter, self._view, self._tell_peers = reporter, view, tell_peers
         folder = config.node.data_dir / FOLDER
         self._rounds, self._scores_file = WaitingRounds(folder), folder / SCORES_FILE
-        self._medians = TaskMedians()
+        self._medians = TaskMedians(config.evaluate.members)
+        self._credit: Container[str] = ()
         self._events: queue.SimpleQueue[EvaluatorEvent | str] = queue.SimpleQueue()
         self._rows: tuple[PeerRow, ...] | None = None
         self._newest_added = ""
@@ -118,7 +131,7 @@ class TaskEvaluation:
         self._newest_added = tip.head
         credit = tip.state.credit  # Ignore the claims of peers without credit.
         evaluators = {row.peer_id for row in view.rows if row.evaluates and row.peer_id in credit}
-        if not is_drawn(tip.head, view.peer_id, evaluators, self._cfg.members):
+        if view.peer_id not in draw(tip.digest, {view.peer_id, *evaluators}, self._cfg.members):
             return
         try:
             is_new = self._rounds.add(self._store, tip.round, tip.digest, 0)
@@ -132,12 +145,10 @@ class TaskEvaluation:
         """Forget the rounds that wait, because the node has left their chain."""
         self._rounds.clear()
 
-    def know(self, round_: int, state_digest: str) -> None:
-        self._medians.know(round_, state_digest)
-
-    def round_over(self, record: RoundRecord) -> None:
-        if record.head and not record.dropped:
-            self._medians.know(record.round, record.state_digest)
+    def know(self, tip: Tip) -> None:
+        """Note the newest state of this node's chain."""
+        self._medians.know(tip.round, tip.digest)
+        self._credit = tip.state.credit
 
     def attend(self) -> None:
         """Tell the swarm what the process has found, and report the medians of all members."""
@@ -151,7 +162,7 @@ class TaskEvaluation:
         rows = self._view().rows
         if rows is not self._rows:
             self._rows = rows
-            self._reporter.set_task_scores(self._medians.of(rows))
+            self._reporter.set_task_scores(self._medians.of(rows, self._credit))
 
     def close(self) -> None:
         if self._process is not None:
@@ -170,6 +181,9 @@ class TaskEvaluation:
             return
         text = ", ".join(f"{name} {score:.4f}" for name, score in scores.scores.items())
         logger.info("Round %d is evaluated on tasks: %s.", scores.round, text)
+        if event.left_out:
+            left_out = ", ".join(sorted(event.left_out))
+            logger.warning("Other nodes do not see these scores, which do not fit into the peer record: %s.", left_out)
         self._tell_peers(scores)
         self._tell_problem("")
         try:

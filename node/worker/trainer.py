@@ -488,7 +488,7 @@ class Trainer:
             committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s
         )
         self._reporter.set_evaluation_loss(self._evaluation.loss, record)
-        self._duties.round_over(record)
+        self._duties.round_over(record, self.tip)
         self._report_position()
         if self._has_caught_up:
             self._schedule.round_over(self.tip.round, is_needed=self._duties.needs_checkpoint(self.tip))

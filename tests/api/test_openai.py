@@ -55,9 +55,12 @@ class FakeModel:
 
 @asynccontextmanager
 async def served_model(model: FakeModel) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+    async def current() -> FakeModel:
+        return model
+
     generations = Generations(REQUESTS)
     app = build_openai_app(
-        lambda: model, generations, Keys(TOKEN, lambda: 0.0), tokens_max=TOKENS_MAX, hosts=["node.example"]
+        current, generations, Keys(TOKEN, lambda: 0.0), tokens_max=TOKENS_MAX, hosts=["node.example"]
     )
     try:
         async with serving(app, None, head_s=PATIENCE_S) as served, served.http() as http:
@@ -161,19 +164,30 @@ def test_options_of_a_completion_reach_the_model(more: dict[str, Any], expected:
 
 
 @pytest.mark.parametrize(
-    ("more", "tokens"), [({}, TOKENS_MAX), ({"max_tokens": 5}, 5), ({"max_completion_tokens": 6}, 6)]
+    ("more", "tokens"),
+    [
+        ({}, TOKENS_MAX),
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6}, 6),
+        ({"max_completion_tokens": 6, "max_tokens": None}, 6),
+        ({"max_completion_tokens": 6, "max_tokens": 6}, 6),
+        ({"store": False, "parallel_tool_calls": True, "stream_options": {"include_obfuscation": False}}, TOKENS_MAX),
+    ],
 )
 def test_messages_and_options_of_a_chat_reach_the_model(more: dict[str, Any], tokens: int) -> None:
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
     messages = [
         {"role": "developer", "content": "a", "name": "me"},
         {"role": "assistant", "content": "x", "refusal": None},
+        {"role": "assistant", "content": None, "refusal": "no"},
         {"role": "user", "content": parts},
     ]
     model = FakeModel()
     plain = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False}
     assert send({**CHAT, "messages": messages, **plain, **more}, CHATS, model).status_code == 200
-    assert model.asked == [("developer=a assistant=x user=b\nc", SamplingOptions(tokens, 1.0, 1.0, None, ()))]
+    assert model.asked == [
+        ("developer=a assistant=x assistant=no user=b\nc", SamplingOptions(tokens, 1.0, 1.0, None, ()))
+    ]
 
 
 def test_models_are_listed_and_found_by_name() -> None:
@@ -248,6 +262,8 @@ def test_bad_completion_requests_are_refused_with_the_parameter(
         ({"tools": [{"type": "function"}]}, "tools", "does not support"),
         ({"response_format": {"type": "json_object"}}, "response_format", "does not support"),
         ({"max_completion_tokens": TOKENS_MAX + 1}, "max_tokens", "allows"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content", "required"),
+        ({"store": True}, "store", "does not support"),
     ],
 )  # fmt: skip
 def test_bad_chat_requests_are_refused_with_the_parameter(more: dict[str, Any], param: str, words: str) -> None:
@@ -284,7 +300,7 @@ def test_unknown_paths_and_verbs_are_refused() -> None:
     ("headers", "status"),
     [
         ({"Authorization": "Bearer wrong"}, 401),
-        ({"Authorization": ""}, 403),
+        ({"Authorization": ""}, 401),
         ({"Host": "evil.example"}, 403),
         ({"Host": "node.example"}, 200),
         ({"Origin": "http://evil.example"}, 403),
@@ -397,6 +413,16 @@ def test_clients_that_read_or_send_nothing_do_not_hold_others() -> None:
         await all_slots_are_free(model, http)
 
     with_model(model, use)
+
+
+def test_an_answer_that_ends_too_early_is_an_error() -> None:
+    async def use(_: Served, http: httpx.AsyncClient) -> None:
+        for _number in range(REQUESTS + 1):
+            check_error(await http.post(COMPLETIONS, json=ASK), 500, "before the end of its answer")
+            streamed = await http.post(COMPLETIONS, json={**ASK, "stream": True})
+            assert "before the end of its answer" in streamed.text and "[DONE]" not in streamed.text
+
+    with_model(FakeModel(words=()), use)
 
 
 def test_a_fault_of_the_server_is_reported_and_ends_only_this_answer(caplog: pytest.LogCaptureFixture) -> None:

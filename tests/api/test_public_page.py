@@ -108,7 +108,7 @@ def test_page_is_served_without_a_token_under_any_name_if_the_owner_wants_it(nod
     assert http.get("/public").headers["location"] == "/public/"
     assert http.get("/api/v1/status").status_code == 401, "the rest needs the token"
     assert http.get("/publicity").status_code == 401
-    assert http.post("/public/").status_code == 403
+    assert http.post("/public/").status_code == 401
 
 
 def test_page_is_private_by_default_and_its_content_is_there_for_the_owner(node: FakeNode) -> None:

@@ -296,7 +296,7 @@ def test_amendments_are_listed_and_submitted(client: ClientMaker, fake_node: Fak
     assert [signed.model_dump() for signed in fake_node.submitted] == [body]
     for bad in ({}, {"text": "", "signatures": {}}, {"text": "x" * 9000, "signatures": {}}, {"text": "x"}):
         assert client().post("/api/v1/amendments", json=bad).status_code == 422
-    assert client(token=None).post("/api/v1/amendments", json=body).status_code == 403
+    assert client(token=None).post("/api/v1/amendments", json=body).status_code == 401
     fake_node.refuses = True
     assert client().post("/api/v1/amendments", json=body).status_code == 409
     assert len(fake_node.submitted) == 1

@@ -151,6 +151,35 @@ def test_all_nodes_use_the_same_settings_in_each_round(first: int) -> None:
     assert joined > 0 and rewound > 0
 
 
+def test_a_paused_run_makes_no_rounds_for_a_change_that_none_can_accept_and_can_be_resumed() -> None:
+    calm = replace(draw(1), faults=(), hostile="", is_steered=True, min_peers=1)
+    rounds: list[int] = []
+
+    async def run(world: World) -> None:
+        node = world.nodes[0]
+
+        async def submit(action: str, ahead: int, **content: Any) -> None:
+            tip = node.chain.tip
+            number = len(decode_list(tip.state.amendments)) + 1
+            fields = {"run": node.rules.run, "number": number, "from_round": tip.round + ahead, "action": action}
+            node.participant.pool.add(sign_amendment(node.identity, Amendment.model_validate(fields | content)))
+            await asyncio.sleep(60.0)
+            rounds.append(node.tip.round)
+
+        await world.run()
+        await submit("pause", 5)
+        assert node.rules_now.is_paused
+        await submit("amend", 1000, changes={"round.min_peers": calm.nodes + 5})
+        assert node.participant.pool.pending
+        await submit("resume", 2)
+        assert not node.rules_now.is_paused
+
+    report, _ = simulate(calm, run=run)
+    assert report.violations == []
+    paused, waiting, resumed = rounds
+    assert waiting == paused and resumed > paused + 3
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_rounds_go_on_beside_a_leader_that_proposes_forged_amendments(
     seed: int, monkeypatch: pytest.MonkeyPatch

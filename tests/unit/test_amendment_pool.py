@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from node.config.amendments import SignedAmendment
+from node.config.amendments import Amendment, SignedAmendment
 from node.config.manifest import RunConfig
 from node.errors import PeerError
 from node.swarm.governance.amendment_pool import MOST_AHEAD, AmendmentPool
@@ -27,6 +27,8 @@ class Peers:
         self.names, self.away, self.peer_id = list(names), set[str](), "me"
         self.got: dict[str, list[SignedAmendment]] = {name: [] for name in names}
         self.services: dict[str, Any] = {}
+        self.refuses: dict[str, str] = {}
+        """Codes of errors by the text of an amendment."""
 
     def others(self) -> list[Any]:
         return [SimpleNamespace(peer_id=name) for name in self.names]
@@ -41,7 +43,10 @@ class Peers:
         assert verb == "amendment" and timeout_s > 0
         if peer in self.away:
             raise PeerError("gone", code="unreachable")
-        self.got[peer].append(SignedAmendment.model_validate_json(message.blobs[0]))
+        signed = SignedAmendment.model_validate_json(message.blobs[0])
+        if signed.text in self.refuses:
+            raise PeerError("refused", code=self.refuses[signed.text])
+        self.got[peer].append(signed)
         return Message()
 
 
@@ -68,6 +73,29 @@ def test_each_of_a_thousand_bad_amendments_is_counted_and_none_is_pending() -> N
             asyncio.run(push(signed))
     assert pool.refused == counted and pool.pending == []
     assert pool.next() is None
+
+
+@pytest.mark.parametrize(
+    "blobs",
+    [(), (b"{}", b"{}"), (b"{broken",), (b"[]",), (b'{"text": "x", "signatures": {}, "more": 1}',),
+     (b'{"text": "x", "signatures": {' + b",".join(b'"%d": ""' % n for n in range(40)) + b"}}",),
+     (b'{"text": 1, "signatures": {}}',), (b"\xff",), (b"[" * 5000,)],
+)  # fmt: skip
+def test_a_message_that_holds_no_amendment_is_counted(blobs: tuple[bytes, ...]) -> None:
+    peers = Peers("a")
+    pool = pool_of(peers)
+    with pytest.raises(AmendmentRefused, match="cannot be read"):
+        asyncio.run(peers.services["amendment"].handler("a", Message(blobs=list(blobs))))
+    assert pool.refused == {"invalid": 1}
+
+
+def test_an_amendment_that_a_peer_refuses_does_not_hold_back_the_next_one() -> None:
+    peers = Peers("a")
+    first, second = sign_amendment(FOUNDER, amendment()), sign_amendment(FOUNDER, amendment(2))
+    for code, got in (("bad_message", [second]), ("unreachable", [])):
+        peers.refuses, peers.got = {first.text: code}, {"a": []}
+        asyncio.run(pool_of(peers)._push("a", [first, second]))
+        assert peers.got["a"] == got
 
 
 def test_an_amendment_is_sent_to_all_peers_and_later_to_those_that_missed_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +166,12 @@ def test_an_amendment_behind_a_missing_number_is_dropped_when_it_is_late() -> No
     assert pool.pending == [again] and pool.refused == {"late": 2}
 
 
-def test_another_action_replaces_a_pending_rollback_on_every_node() -> None:
-    back = sign_amendment(FOUNDER, amendment(1, 50, "rollback", to_round=0, state="ef" * 32))
+@pytest.mark.parametrize(
+    "replaceable",
+    [amendment(1, 50, "rollback", to_round=0, state="ef" * 32), amendment(1, 50, changes={"round.min_peers": 9})],
+)
+def test_another_action_replaces_an_amendment_that_may_be_infeasible_on_every_node(replaceable: Amendment) -> None:
+    back = sign_amendment(FOUNDER, replaceable)
     stop = sign_amendment(FOUNDER, amendment(1, 40, "stop"))
     for order in ((back, stop), (stop, back)):
         pool = pool_of(Peers(), round_=5)
@@ -156,6 +188,7 @@ def test_what_a_lost_chain_had_accepted_is_pending_again() -> None:
     pool = pool_of(Peers(), known=accepted(amendment(1, 10)), round_=15)
     pool.add_again(accepted(amendment(1, 10), amendment(2, 12), amendment(3, 30, "pause")))
     assert [one.amendment.number for one in pool.pending] == [3], "number 2 would come too late"
+    assert not pool.refused, "no peer has sent them"
 
 
 def test_pending_amendments_survive_a_restart(tmp_path: Path) -> None:
@@ -174,6 +207,9 @@ def test_pending_amendments_survive_a_restart(tmp_path: Path) -> None:
         return pool.pending
 
     assert asyncio.run(run(adds=True)) == asyncio.run(run(adds=False)) == [signed]
+    pool = pool_of(Peers(), known=accepted(amendment()), round_=1, file=file)
+    asyncio.run(pool._read())
+    assert pool.pending == [] and not pool.refused, "it was accepted while this node was away"
     file.write_text("{damaged")
     assert asyncio.run(run(adds=False)) == []
 

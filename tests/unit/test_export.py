@@ -265,6 +265,19 @@ def make_llama_tokenizer() -> FastTokenizer:
     return FastTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, **special))
 
 
+def test_gguf_keeps_a_matrix_with_a_weight_beyond_fp16_in_fp32(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    cfg = run_of().model
+    ByteTokenizer().save(tmp_path)
+    tensors = build_model(cfg, seed=1).state_dict()
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = 70_000.0
+    write_gguf(cfg, tensors, tmp_path, tmp_path / GGUF_FILE, name="x")
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / GGUF_FILE).tensors}
+    assert found["blk.0.ffn_up.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    assert found["blk.0.ffn_up.weight"].data[3, 4] == 70_000.0
+    assert found["blk.1.ffn_up.weight"].tensor_type == gguf.GGMLQuantizationType.F16
+
+
 def test_gguf_has_the_merges_of_a_tokenizer_like_that_of_llama_as_scores(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     cfg = run_of(vocab_size=266).model

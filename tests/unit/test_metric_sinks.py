@@ -12,9 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from node.daemon.metric_sinks import COMMAND, WAITING_MAX, MetricSinks, SinkTimings, point_of
+from node.daemon.metric_sinks import COMMAND, WAITING_MAX, Feed, MetricSinks, SinkTimings, point_of
+from node.host.priority import NICENESS
 from node.status import Member, Notice, Outcome, Report, RoundRecord, RunInfo, Seconds
 
 QUICK = SinkTimings(answer_s=20.0, retry_s=0.05, close_s=10.0)
@@ -27,6 +29,20 @@ from node.sinks.__main__ import main
 if not os.path.exists(sys.argv[1]):
     open(sys.argv[1], "w").close()
     sys.exit("the disk is full")
+del sys.argv[1]
+sys.exit(main())
+"""
+
+
+STOPS_READING_ONCE = """
+import os, sys, time
+from node.sinks.__main__ import main
+if not os.path.exists(sys.argv[1]):
+    open(sys.argv[1], "w").close()
+    sys.stdin.readline(), sys.stdin.readline()
+    print("written", flush=True)
+    os.close(0)
+    time.sleep(100)
 del sys.argv[1]
 sys.exit(main())
 """
@@ -189,6 +205,46 @@ def test_a_sink_that_refuses_is_started_again_and_loses_no_point(tmp_path: Path)
     assert node.rows() == list(range(5))
     assert "the disk is full" in node.notices[0][1]
     assert node.notices[1] == ("sink_jsonl", "")
+
+
+def test_a_sink_that_stops_reading_is_told_and_started_again(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", STOPS_READING_ONCE, str(tmp_path / "stopped"))
+    node = Sinks(tmp_path, ["jsonl"], command, SinkTimings(answer_s=2.0, retry_s=0.05, close_s=5.0))
+
+    async def action() -> None:
+        node.sinks.add_round(record(0))
+        await until(lambda: node.sinks._feeds[0].waiting == 0)
+        await asyncio.sleep(0.2)
+        node.sinks.add_round(record(1))
+        await until(lambda: node.rows() == [1] and len(node.notices) == 2)
+
+    node.during(action)
+    assert "it reads no more points" in node.notices[0][1] and node.notices[1] == ("sink_jsonl", "")
+
+
+def test_a_bug_in_the_feed_of_a_sink_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Feed, "_serve", fail)
+    node = Sinks(tmp_path, ["jsonl"], COMMAND)
+    node.during(lambda: until(lambda: node.notices))
+    assert "jsonl (a bug, which the log shows): please report it" in node.notices[0][1]
+
+
+def test_a_sink_has_low_priority_and_no_gpu(tmp_path: Path) -> None:
+    node = Sinks(tmp_path, ["jsonl"], COMMAND)
+
+    async def action() -> None:
+        node.sinks.add_round(record(0))
+        await until(lambda: node.rows() == [0])
+        process = node.sinks._feeds[0]._process
+        assert process is not None
+        sink = psutil.Process(process.pid)
+        assert sink.nice() == min(19, os.nice(0) + NICENESS)
+        assert sink.environ()["CUDA_VISIBLE_DEVICES"] == ""
+
+    node.during(action)
 
 
 def test_a_killed_sink_is_started_again(tmp_path: Path) -> None:

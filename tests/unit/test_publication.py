@@ -793,6 +793,19 @@ def test_a_process_that_fails_says_why_and_starts_again(tmp_path: Path) -> None:
     assert lines.failures[:2] == ["the disk is full"] * 2
 
 
+def test_a_process_that_is_silent_for_too_long_is_killed_and_started_again(tmp_path: Path) -> None:
+    rounds, lines = WaitingRounds(tmp_path / FOLDER), Lines()
+    rounds.add(Outer(), 3, "ab" * 32, 0)
+    code = "import sys, time; print('begun', flush=True); sys.stdout.close(); time.sleep(100)"
+    process = DutyProcess(
+        code, str, rounds, lines.on_line, lines.on_failure, command=(sys.executable, "-c"), retry_s=0.05, limit_s=1.8
+    )
+    for _ in range(4):
+        lines.wait()
+    process.close()
+    assert lines.failures[:2] == ["it has not ended within 0.0005 h"] * 2
+
+
 def test_close_kills_a_process_that_hangs(tmp_path: Path) -> None:
     rounds, lines = WaitingRounds(tmp_path / FOLDER), Lines()
     rounds.add(Outer(), 3, "ab" * 32, 0)

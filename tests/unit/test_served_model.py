@@ -17,7 +17,7 @@ from torch import nn
 
 from node.api.auth import Keys
 from node.api.openai_app import Generations, build_openai_app
-from node.api.openai_models import ModelFacts, Piece, PromptRefused, SamplingOptions
+from node.api.openai_models import ModelFacts, OpenAiError, Piece, PromptRefused, SamplingOptions
 from node.commands.serve import NewestModel
 from node.commands.served_model import ServedModel, plain_chat
 from node.config.manifest import Manifest, RunConfig
@@ -96,6 +96,28 @@ def test_tokens_text_and_reason_of_the_end_are_right(
     assert pieces[0] == Piece("", 4, 0, None)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_an_error_of_the_model(value: float) -> None:
+    def spoil(_model: nn.Module, _inputs: Any, output: Any) -> None:
+        output.logits = output.logits * value
+
+    model = saying("hey")
+    model._model.register_forward_hook(spoil)
+    with pytest.raises(OpenAiError, match="round 3 cannot go on, because its logits are not finite") as failed:
+        list(model.complete("abc", options()))
+    assert failed.value.status == 500
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_sampled() -> None:
+    model = saying("abc")
+
+    def add_rows(_model: nn.Module, _inputs: Any, output: Any) -> None:
+        output.logits = torch.cat([output.logits, torch.full((1, 1, 42), 9.0)], dim=-1)
+
+    model._model.register_forward_hook(add_rows)
+    assert told(list(model.complete("x", options())))[0] == "abc"
+
+
 def test_a_prompt_must_fit_into_the_context() -> None:
     assert told(list(saying("hello").complete("x" * (CONTEXT - 2), options())))[1:] == (1, "length")
     with pytest.raises(PromptRefused, match=f"has {CONTEXT} tokens") as refused:
@@ -150,25 +172,57 @@ def test_answers_computed_at_the_same_time_are_those_computed_alone(config: Conf
 
 def test_newer_parameters_are_loaded_and_the_old_model_stays_as_it_is(config: Config, tmp_path: Path) -> None:
     newest = NewestModel(config, ServedModel.load(config))
-    first = newest.model
+    first = newest._model
     drawn = SamplingOptions(8, 1.0, 1.0, 1, ())
     before = list(first.complete("abc", drawn))
     newest._look()
-    assert newest.model is first, "nothing is newer"
+    assert newest._model is first, "nothing is newer"
     digest = save_round(tmp_path, RUN, 0, seed=6)
     newest._look()
-    assert newest.model.facts.fingerprint == f"round-0-{digest[:12]}"
-    assert list(newest.model.complete("abc", drawn)) != before == list(first.complete("abc", drawn))
+    assert newest._model.facts.fingerprint == f"round-0-{digest[:12]}"
+    assert list(newest._model.complete("abc", drawn)) != before == list(first.complete("abc", drawn))
+    del first
     save_round(tmp_path, RUN, 0, seed=7)
     newest._look()
-    assert newest.model.facts.state_digest == f"{7:064x}", "another state of the same round"
+    assert newest._model.facts.state_digest == f"{7:064x}", "another state of the same round"
+
+
+def test_newer_parameters_are_loaded_for_whoever_asks_and_at_most_two_models_are_kept(
+    config: Config, tmp_path: Path
+) -> None:
+    newest = NewestModel(config, ServedModel.load(config))
+
+    async def watch_for_a_moment() -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(newest.watch(0.01), 0.3)
+
+    def save(seed: int) -> str:
+        save_round(tmp_path, RUN, seed, seed=seed)
+        return f"{seed:064x}"
+
+    answering = newest._model.complete("abc", options())
+    next(answering)
+    second = save(1)
+    asyncio.run(watch_for_a_moment())
+    assert newest._model.facts.state_digest == second
+    third = save(2)
+    asyncio.run(watch_for_a_moment())
+    assert newest._model.facts.state_digest == second, "nobody has asked"
+    assert asyncio.run(newest.get()).facts.state_digest == second, "an answer of the first model goes on"
+    del answering
+    asyncio.run(watch_for_a_moment())
+    assert newest._model.facts.state_digest == third
+    fourth = save(3)
+    asyncio.run(watch_for_a_moment())
+    assert newest._model.facts.state_digest == third, "nobody has asked"
+    assert asyncio.run(newest.get()).facts.state_digest == fourth
 
 
 def test_a_checkpoint_that_cannot_be_read_leaves_the_model_and_all_files(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     newest = NewestModel(config, ServedModel.load(config))
-    first = newest.model
+    first = newest._model
     save_round(tmp_path, RUN, 0, seed=6)
     damaged = tmp_path / "checkpoints" / "round-00000000" / OUTER
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -184,7 +238,7 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_model_and_all_files(
 
     with caplog.at_level(logging.WARNING, "node.commands.serve"):
         asyncio.run(watch_for_a_moment())
-    assert newest.model is first
+    assert newest._model is first
     assert sum("is still served" in record.message for record in caplog.records) == 1, "said once"
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
@@ -192,7 +246,7 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_model_and_all_files(
 def test_requests_are_answered_while_checkpoints_are_replaced(config: Config, tmp_path: Path) -> None:
     newest = NewestModel(config, ServedModel.load(config))
     generations = Generations(4)
-    app = build_openai_app(lambda: newest.model, generations, Keys(TOKEN, lambda: 0.0), tokens_max=40)
+    app = build_openai_app(newest.get, generations, Keys(TOKEN, lambda: 0.0), tokens_max=40)
 
     def replace() -> None:
         for number in range(24):
@@ -205,7 +259,7 @@ def test_requests_are_answered_while_checkpoints_are_replaced(config: Config, tm
             writer = threading.Thread(target=replace)
             writer.start()
             wanted = {"model": "tiny", "prompt": "abc", "max_tokens": 20, "seed": 1}
-            while writer.is_alive() or newest.model.facts.state_digest != f"{123:064x}":
+            while writer.is_alive() or newest._model.facts.state_digest != f"{123:064x}":
                 assert not watching.done()
                 answers = await asyncio.gather(*(http.post("/v1/completions", json=wanted) for _ in range(2)))
                 assert [one.status_code for one in answers] == [200, 200], answers[0].text

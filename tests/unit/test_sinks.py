@@ -159,6 +159,7 @@ def test_an_otlp_collector_gets_a_gauge_for_each_curve(tmp_path: Path) -> None:
         values = {name: data.as_double or float(data.as_int) for name, data in metrics.items()}
         assert values["diloco.run.training_loss"] == point.values["run/training_loss"]
         assert values["diloco.run.tokens"] == point.tokens
+        assert {data.time_unix_nano for data in metrics.values()} == {int(point.at_s * 1e9)}, "the time of the round"
 
 
 def test_a_collector_that_refuses_ends_the_sink_with_a_reason(tmp_path: Path) -> None:

@@ -28,13 +28,14 @@ class Node:
         self.settings, self.charter, self.accepted = settings, Charter(RUN, settings), b""
         self.refused: list[RefusedAmendment] = []
         self.is_paused = False
+        self.schedule_tokens = 1000
         self.pending: tuple[AmendmentInfo, ...] = ()
 
     def __call__(self, _folder: Path) -> Node:
         return self
 
     def status(self) -> dict[str, Any]:
-        return {"run": {"swarm_round": LAST}}
+        return {"run": {"swarm_round": LAST}, "peers": {"training": 3}}
 
     def amendments(self) -> dict[str, Any]:
         run = self.settings
@@ -45,6 +46,7 @@ class Node:
             threshold=run.governance_threshold,
             round=LAST,
             is_paused=self.is_paused,
+            schedule_tokens=self.schedule_tokens,
             amendments=tuple(
                 AmendmentInfo(
                     digest=hashlib.sha256(one.signed.text.encode()).hexdigest(),
@@ -153,11 +155,14 @@ def test_first_free_number_is_taken(node: Node, home: Path, capsys: pytest.Captu
 
 
 def test_a_pending_rollback_can_be_replaced(node: Node, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    back = AmendmentInfo(digest="", number=1, from_round=40, change="rollback", signers=(), is_rollback=True)
+    back = AmendmentInfo(digest="", number=1, from_round=40, change="rollback", signers=(), is_replaceable=True)
     node.pending = (back,)
     assert steer(home, "stop", "--replace", "1") == 0
     assert [one.signed.amendment.number for one in decode_list(node.accepted)] == [1]
-    node.accepted, node.pending = b"", (back.model_copy(update={"is_rollback": False}),)
+    node.accepted, node.pending = b"", (back,)
+    assert steer(home, "amend", "round.min_peers=2", "--replace", "1") == 2
+    assert "an action that needs no more members" in capsys.readouterr().err
+    node.pending = (back.model_copy(update={"is_replaceable": False}),)
     assert steer(home, "stop", "--replace", "1") == 2
     assert "takes the number of a pending rollback" in capsys.readouterr().err
 
@@ -172,6 +177,8 @@ def test_a_pending_rollback_can_be_replaced(node: Node, home: Path, capsys: pyte
         (("amend", "inner.lr=fast"), "is not allowed"),
         (("amend", "inner.lr=2", "--from-round", "21"), "too early: the first round to change is 22"),
         (("amend", "inner.sequence_length=5000"), "longer than"),
+        (("amend", "round.min_peers=4"), "more than the 3 members that are here"),
+        (("amend", "total_tokens=1000"), "trained on 1000 tokens: to end it, run `diloco-node steer stop`"),
         (("pause", "now"), "takes no further word"),
         (("sign",), "Name one file"),
         (("show", "--from-round", "9"), "belong to"),
@@ -248,7 +255,7 @@ def test_an_early_round_is_chosen_by_this_nodes_own_round(
     node: Node, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The round that members claim may be false, so it only decides the round that is chosen for the founder."""
-    monkeypatch.setattr(node, "status", lambda: {"run": {"swarm_round": 5_000_000}})
+    monkeypatch.setattr(node, "status", lambda: {"run": {"swarm_round": 5_000_000}, "peers": {"training": 3}})
     assert steer(home, "pause", "--from-round", str(LAST + 3)) == 0
     assert node.changes == [("pause", LAST + 3)]
     assert steer(home, "resume", "--from-round", str(LAST + 1)) == 2

@@ -16,9 +16,9 @@ import pytest
 from node.cli import main
 from node.config.schema import Config, EvaluateConfig
 from node.errors import MachineError, UsageError
-from node.publication.tasks import MOST_SCORES, evaluate_folder, scores_of
+from node.publication.tasks import evaluate_folder, scores_of
 from node.publication.waiting_rounds import WaitingRounds
-from node.status import PeerRow, TaskScores
+from node.status import MOST_SCORE, MOST_SCORES, PeerRow, Report, TaskScores, TrainingInfo
 from node.training.checkpoint import CheckpointStore
 from tests.unit.test_export import make_trained, run_of
 
@@ -26,8 +26,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.member import MemberSnapshot
     from node.worker.duty_process import DutyProcess
-    from node.worker.evaluator import FOLDER, EvaluatorEvent, evaluate_waiting
-    from node.worker.task_evaluation import MOST_TASKS, SCORES_FILE, TaskEvaluation, TaskMedians, is_drawn
+    from node.worker.evaluator import FOLDER, EvaluatorEvent, choose_scores, evaluate_waiting
+    from node.worker.task_evaluation import MOST_TASKS, SCORES_FILE, TaskEvaluation, TaskMedians, draw
+    from node.worker_protocol import StatusReport, decode_worker_message, encode
 
 needs_lm_eval = pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("accelerate") is None,
@@ -69,9 +70,9 @@ def config_of(folder: Path, task_dir: Path, **more: Any) -> Config:
 
 def test_as_many_evaluators_are_drawn_as_are_wanted_and_others_each_time() -> None:
     peers = {f"peer {number}" for number in range(8)}
-    drawn = [frozenset(p for p in peers if is_drawn(f"{n:064x}", p, peers, 3)) for n in range(20)]
+    drawn = [frozenset(draw(f"{n:064x}", peers, 3)) for n in range(20)]
     assert {len(some) for some in drawn} == {3} and len(set(drawn)) > 10
-    assert is_drawn(ONE, "me", set(), 1)
+    assert draw(ONE, ["me"], 3) == ["me"]
 
 
 # Medians
@@ -91,7 +92,7 @@ def scores(round_: int, digest: str, **values: float) -> TaskScores:
 
 
 def test_the_swarms_score_is_the_median_of_the_members_at_the_newest_known_state() -> None:
-    medians = TaskMedians()
+    medians = TaskMedians(7)
     medians.know(3, ONE)
     medians.know(5, TWO)
     rows = [
@@ -103,38 +104,71 @@ def test_the_swarms_score_is_the_median_of_the_members_at_the_newest_known_state
         row("liar", scores(5, ONE, one=1.0)),
         row("boaster", scores(10**15, TWO, one=1.0)),
     ]
-    found = {score.name: (score.score, score.round, score.members) for score in medians.of(rows)}
+    credit = {row.peer_id for row in rows}
+    found = {score.name: (score.score, score.round, score.members) for score in medians.of(rows, credit)}
     assert found == {"one/acc": (0.2, 5, 3), "two/acc": (0.7, 5, 1)}
-    assert TaskMedians().of(rows) == ()
+    assert TaskMedians(7).of(rows, credit) == ()
+
+
+def test_scores_of_peers_without_credit_and_of_members_that_are_not_drawn_do_not_count() -> None:
+    medians = TaskMedians(2)
+    medians.know(5, TWO)
+    first, second, third = draw(TWO, ["a", "b", "c"], 3)
+    rows = [row(peer, scores(5, TWO, one=value)) for peer, value in ((first, 0.2), (second, 0.4), (third, 0.9))]
+    strangers = [row(f"stranger{n}", scores(5, TWO, one=1.0, **{f"new{n}": 1.0})) for n in range(9)]
+    found = {score.name: (score.score, score.members) for score in medians.of([*strangers, *rows], {"a", "b", "c"})}
+    assert len(found) == 1 and found["one/acc"] == pytest.approx((0.3, 2))
+    own = row("me", scores(5, TWO, one=0.7)).model_copy(update={"this_node": True})
+    assert [score.score for score in TaskMedians(1).of([own], ())] == [], "of an unknown state"
+    assert [score.score for score in medians.of([own, *strangers], ())] == [0.7]
+
+
+def test_the_status_is_readable_with_the_largest_scores_of_peers() -> None:
+    medians = TaskMedians(2)
+    medians.know(5, TWO)
+    for value in (MOST_SCORE, -MOST_SCORE):
+        rows = (row("a", scores(5, TWO, one=value)), row("b", scores(5, TWO, one=value)))
+        training = TrainingInfo(task_scores=medians.of(rows, {"a", "b"}))
+        report = StatusReport(report=Report(training=training, swarm=rows))
+        assert training.task_scores and decode_worker_message(encode(report)) == report
 
 
 def test_a_member_that_names_ever_new_tasks_makes_few_time_series() -> None:
-    medians, shown = TaskMedians(), set()
+    medians, shown = TaskMedians(3), set()
     medians.know(5, TWO)
+
+    def names(told: dict[str, float], round_: int = 5) -> set[str]:
+        rows = [row("liar", scores(round_, TWO, **told)), *(row(peer, scores(round_, TWO, one=0.1)) for peer in "ab")]
+        return {score.name for score in medians.of(rows, {"liar", "a", "b"})}
+
     for number in range(20):
-        made_up = {f"new{number}_{i}": 1.0 for i in range(16)}
-        rows = [
-            row("liar", scores(5, TWO, **made_up)),
-            row("a", scores(5, TWO, one=0.1)),
-            row("b", scores(5, TWO, one=0.2)),
-        ]
-        found = {score.name for score in medians.of(rows)}
+        found = names({f"new{number}_{i}": 1.0 for i in range(16)})
         assert "one/acc" in found
         shown |= found
     assert len(shown) == MOST_TASKS
+    assert "honest/acc" not in names({"honest": 1.0})
+    medians.know(7, TWO)
+    assert "honest/acc" in names({"honest": 1.0}, round_=7), "old names do not keep out those of a newer state"
 
 
 def test_scores_of_a_chain_that_the_node_has_left_do_not_count() -> None:
-    medians = TaskMedians()
+    medians = TaskMedians(1)
     for number in range(6):
         medians.know(number, TWO)
     medians.know(3, ONE)
-    assert medians.of([row("a", scores(5, TWO, one=0.1))]) == ()
-    assert medians.of([row("a", scores(3, ONE, one=0.1))])[0].score == 0.1
+    assert medians.of([row("a", scores(5, TWO, one=0.1))], {"a"}) == ()
+    assert medians.of([row("a", scores(3, ONE, one=0.1))], {"a"})[0].score == 0.1
 
 
 @pytest.mark.parametrize(
-    "values", [{"a b": 1.0}, {"x" * 65: 1.0}, {"t/acc": math.nan}, {f"t{n}": 1.0 for n in range(MOST_SCORES + 1)}]
+    "values",
+    [
+        {"a b": 1.0},
+        {"x" * 65: 1.0},
+        {"t/acc": math.nan},
+        {"t/acc": 1.7e308},
+        {f"t{n}": 1.0 for n in range(MOST_SCORES + 1)},
+    ],
 )
 def test_a_peer_cannot_state_scores_of_another_form(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"scores"):
@@ -152,12 +186,35 @@ def test_numbers_of_the_results_are_scores_and_errors_are_not() -> None:
         },
     }  # fmt: skip
     assert scores_of(results) == {"words/acc": 0.5, "words/acc_norm": 1.0, "words/exact_match,strict": 0.25}
-    assert len(scores_of({f"task{n}": {"acc,none": 0.5} for n in range(40)})) == MOST_SCORES
+    assert len(scores_of({f"task{n}": {"acc,none": 0.5} for n in range(40)})) == 40
+
+
+def test_the_tasks_that_the_user_names_come_first_in_the_peer_record() -> None:
+    found = {f"{name}/acc": 0.5 for name in ["arc_easy", *(f"a_mmlu_{n:02}" for n in range(57)), "mmlu"]}
+    chosen = choose_scores(found | {"bad name/acc": 0.5, "mmlu/perplexity": 1e200}, ["mmlu", "arc_easy"])
+    assert len(chosen) == MOST_SCORES and list(chosen)[:2] == ["mmlu/acc", "arc_easy/acc"]
+    assert TaskScores(round=1, state_digest=ONE, scores=chosen).scores == chosen
 
 
 def test_without_lm_eval_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MachineError, match=r"pip install diloco-node\[eval\]"):
+        evaluate_folder(tmp_path, EvaluateConfig(tasks=("words",)))
+
+
+def test_a_folder_whose_model_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_load(**_: Any) -> None:
+        raise OSError("model.safetensors is cut off. See the manual.")
+
+    manager = SimpleNamespace(all_tasks=["words"])
+    parts: dict[str, dict[str, Any]] = {
+        "lm_eval": {"simple_evaluate": None},
+        "lm_eval.models.huggingface": {"HFLM": cannot_load},
+        "lm_eval.tasks": {"TaskManager": lambda **_: manager},
+    }
+    for name, names in parts.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
+    with pytest.raises(MachineError, match=f"The model in {tmp_path} cannot be loaded"):
         evaluate_folder(tmp_path, EvaluateConfig(tasks=("words",)))
 
 
@@ -244,6 +301,10 @@ class FakeProcess(DutyProcess):
         pass
 
 
+def tip_of(round_: int, digest: str, credit: set[str], head: str = "") -> Any:
+    return SimpleNamespace(head=head, round=round_, digest=digest, state=SimpleNamespace(credit=credit))
+
+
 class Scene:
     def __init__(self, folder: Path, **more: Any) -> None:
         self.folder, self.told = folder, list[TaskScores]()
@@ -262,7 +323,7 @@ def test_scores_reach_the_swarm_the_status_and_the_next_start(tmp_path: Path) ->
     (tmp_path / FOLDER).mkdir()
     scene = Scene(tmp_path)
     found = scores(1, ONE, one=0.25)
-    scene.made.know(1, ONE)
+    scene.made.know(tip_of(1, ONE, {"me", "other"}))
     scene.process.on_line(EvaluatorEvent(round=1, scores=found).model_dump_json())
     scene.made.attend()
     assert scene.told == [found] and scene.reporter.notices == []
@@ -291,14 +352,12 @@ def test_only_drawn_nodes_evaluate_and_only_every_kth_round(tmp_path: Path) -> N
     _, _, digest = make_trained(tmp_path, run_of())
     scene = Scene(tmp_path, members=1)
     assert [number for number in range(-1, 8) if scene.made.is_due(number)] == [1, 3, 5, 7]
-    heads = [f"{number:064x}" for number in range(20)]
-    drawn = [head for head in heads if is_drawn(head, "me", {"me", "other"}, 1)]
-    assert 0 < len(drawn) < 20
-    for head in heads:
-        state = SimpleNamespace(credit={"other"})
-        tip: Any = SimpleNamespace(head=head, round=1, digest=digest, state=state)
-        scene.made.saved(tip)
-        assert [one.round for one in scene.made._rounds.all()] == ([1] if head in drawn else [])
+    for number in range(20):
+        me, other = f"me{number}", f"other{number}"
+        scene.view = MemberSnapshot(peer_id=me, rows=(row(me, None), row(other, None)))
+        scene.made.saved(tip_of(1, digest, {other}, head=other))
+        is_drawn = draw(digest, [me, other], 1) == [me]
+        assert [one.round for one in scene.made._rounds.all()] == ([1] if is_drawn else [])
         scene.made.chain_left()
-    assert scene.process.wakes == len(drawn)
+    assert 0 < scene.process.wakes < 20
     assert not Scene(tmp_path, tasks=[]).made.is_on

@@ -14,7 +14,7 @@ export interface AmendmentInfo {
   from_round: number;
   change: string;
   signers: string[];
-  is_rollback: boolean;
+  is_replaceable: boolean;
   accepted_round: number | null;
   was_skipped: boolean;
 }
@@ -79,6 +79,7 @@ export interface GovernanceInfo {
   keys: string[];
   threshold: number;
   round: number;
+  schedule_tokens: number;
   is_paused: boolean;
   amendments: AmendmentInfo[];
   refused: RefusedAmendment[];

@@ -180,13 +180,13 @@ class Participant:
     def _must_go_on(self, tip: Tip) -> bool:
         """Whether a paused run needs another round: for a pending amendment, or until an accepted one applies.
 
-        A pending rollback may not be acceptable, so it makes rounds only shortly before it would apply.
+        A replaceable amendment may not be acceptable, so it makes rounds only shortly before it would apply.
         """
         amended, next_round = self.ctx.manifest_rules.amended, tip.round + 1
         assert amended is not None  # Otherwise, the run could not be paused.
         starts, pending = amended.starts(tip.state.amendments), self.pool.next()
         if pending is not None:
-            if pending.amendment.action != "rollback":
+            if not pending.amendment.is_replaceable:
                 return True
             starts = (*starts, pending.amendment.from_round)
         return any(next_round < start <= next_round + MOST_EMPTY for start in starts)

@@ -68,24 +68,31 @@ class AmendmentPool:
     def add(self, signed: SignedAmendment) -> bool:
         """Keep an amendment, and send it to the other members. Returns False for a known one.
 
-        Another action may replace a pending rollback of the same number, which may never be accepted, because too few
-        members have its state. Raises AmendmentRefused, and counts it, if no round will accept the amendment.
+        Raises AmendmentRefused, and counts it, if no round will accept the amendment.
         """
         try:
-            if self._charter is None:
-                raise AmendmentRefused("nobody may change this run", "forged")
-            amendment, (accepted, round_) = self._charter.read(signed), self._state()
-            known, expected = self._pending.get(amendment.number), len(decode_list(accepted)) + 1
-            if known is not None:
-                if known.text == signed.text:
-                    return False
-                if known.amendment.action != "rollback" or amendment.action == "rollback":
-                    raise AmendmentRefused(f"another one with number {amendment.number} is pending", "conflicting")
-            if not expected < amendment.number <= expected + MOST_AHEAD:
-                self._charter.accept(accepted, signed, round_)
+            return self._keep(signed)
         except AmendmentRefused as exc:
             self.count(exc)
             raise
+
+    def _keep(self, signed: SignedAmendment) -> bool:
+        """Do what `add` does, without counting.
+
+        One that is not replaceable may replace a replaceable one of the same number, but no other. So all nodes keep
+        the same one, in whatever order the two arrive.
+        """
+        if self._charter is None:
+            raise AmendmentRefused("nobody may change this run", "forged")
+        amendment, (accepted, round_) = self._charter.read(signed), self._state()
+        known, expected = self._pending.get(amendment.number), len(decode_list(accepted)) + 1
+        if known is not None:
+            if known.text == signed.text:
+                return False
+            if not known.amendment.is_replaceable or amendment.is_replaceable:
+                raise AmendmentRefused(f"another one with number {amendment.number} is pending", "conflicting")
+        if not expected < amendment.number <= expected + MOST_AHEAD:
+            self._charter.accept(accepted, signed, round_)
         self._pending[amendment.number] = signed
         self._changed.set()
         logger.info("Amendment %d is pending: %s, from round %d.", amendment.number, amendment.describe(),
@@ -126,7 +133,7 @@ class AmendmentPool:
         """Keep what a chain had accepted that this node has left, as far as the new chain can still accept it."""
         for entry in decode_list(accepted):
             with suppress(AmendmentRefused):
-                self.add(entry.signed)
+                self._keep(entry.signed)
 
     async def run(self) -> None:
         """Send new amendments to all peers, and what is pending to a random one every few seconds. Runs for ever."""
@@ -155,15 +162,16 @@ class AmendmentPool:
                 await self._wire.call(peer, "amendment", message, timeout_s=CALL_S)
             except PeerError as exc:
                 logger.debug("Peer %s did not take an amendment: %s", peer[-6:], exc)
-                return
+                if exc.code in ("unreachable", "timeout"):
+                    return
 
     async def _answer(self, _caller: str, message: Message) -> Message:
-        (blob,) = message.blobs
-        if len(blob) > MOST_BYTES:
-            error = AmendmentRefused(f"it has more than {MOST_BYTES} bytes", "oversized")
-            self.count(error)
-            raise error
-        self.add(SignedAmendment.model_validate_json(blob))
+        try:
+            signed = _read_message(message)
+        except AmendmentRefused as exc:
+            self.count(exc)
+            raise
+        self.add(signed)
         return Message()
 
     async def _read(self) -> None:
@@ -173,7 +181,7 @@ class AmendmentPool:
             texts = json.loads(await asyncio.to_thread(self._file.read_bytes))
             for signed in map(SignedAmendment.model_validate, texts):
                 with suppress(AmendmentRefused):  # It was accepted, or came too late, while this node was away.
-                    self.add(signed)
+                    self._keep(signed)
         except FileNotFoundError:
             return
         except (OSError, *MALFORMED_ERRORS) as exc:
@@ -187,3 +195,14 @@ class AmendmentPool:
             await asyncio.to_thread(write_whole, self._file, content)
         except OSError as exc:
             logger.warning("The pending amendments could not be written to %s: %s", self._file, exc.strerror)
+
+
+def _read_message(message: Message) -> SignedAmendment:
+    """Return the amendment that a peer has sent. Raises AmendmentRefused."""
+    try:
+        (blob,) = message.blobs
+        if len(blob) > MOST_BYTES:
+            raise AmendmentRefused(f"it has more than {MOST_BYTES} bytes", "oversized")
+        return SignedAmendment.model_validate_json(blob)
+    except MALFORMED_ERRORS as exc:
+        raise AmendmentRefused("it cannot be read", "invalid") from exc
