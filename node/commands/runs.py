@@ -25,7 +25,7 @@ from node.worker.run_choice import JudgedRun, judge
 MAX_KNOWN = 8
 """Peers that the node of the data folder has known and that are asked besides the bootstrap peers."""
 ID_CHARACTERS = 8
-ID = re.compile(r"[0-9a-f]{%d,}" % ID_CHARACTERS)
+ID = re.compile(rf"[0-9a-f]{{{ID_CHARACTERS},}}")
 PURPOSE_CHARACTERS = 72
 JSON_NAMES = {"GPU memory": "gpu_memory", "memory": "memory", "disk": "disk"}
 

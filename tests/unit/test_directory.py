@@ -254,7 +254,7 @@ def test_runs_with_invalid_or_respelled_manifests_are_dropped_and_other_protocol
             with_manifest(spelled(fields | {"run": deep})),
             with_manifest("[]"),
             with_manifest("[" * 5000),
-            *(with_manifest('{"protocol_version": %s}' % number) for number in ("1e400", "Infinity", "NaN", "true", '"3"')),
+            *(with_manifest(f'{{"protocol_version":{text}}}') for text in ("1e400", "Infinity", "NaN", "true", '"3"')),
             with_manifest(spelled(fields | {"protocol_version": PROTOCOL_VERSION + 1})),
         ]
     )
