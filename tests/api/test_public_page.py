@@ -105,6 +105,8 @@ def test_page_is_served_without_a_token_under_any_name_if_the_owner_wants_it(nod
         assert answer.status_code == 200, path
         assert len(answer.content) < 150_000
         assert http.request("HEAD", path).status_code == 200
+        assert answer.headers["connection"] == "close", "visitors' idle connections would use up the limit"
+    assert "connection" not in http.get("/livez").headers
     assert http.get("/public").headers["location"] == "/public/"
     assert http.get("/api/v1/status").status_code == 401, "the rest needs the token"
     assert http.get("/publicity").status_code == 401
