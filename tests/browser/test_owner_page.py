@@ -257,7 +257,7 @@ def test_month_shows_electricity_its_source_and_what_happens_at_the_traffic_limi
 RECORDER = """
 window.told = [];
 window.Notification = class {
-  static permission = "default";
+  static permission = localStorage.getItem("diloco-notify") === "on" ? "granted" : "default";
   static requestPermission() { this.permission = "granted"; return Promise.resolve("granted"); }
   constructor(title, { body }) { window.told.push(`${title}: ${body}`); }
   close() {}
@@ -283,6 +283,14 @@ def test_browser_notifies_of_an_error_only_after_the_owner_asked_for_it(
     tab.page.reload()
     box.wait_for()
     assert box.is_checked(), "the choice is kept"
+    second = village.open(context).view("Settings")
+    tab.page.wait_for_timeout(14_000)
+    assert [one.page.evaluate("window.told") for one in (tab, second)] == [[], []], "the error was told before"
+    village.enter(Phase.ERROR, "no_gpu", "The GPU is gone.")
+    wait_for(lambda: tab.page.evaluate("window.told.length") + second.page.evaluate("window.told.length"), 20, "another")
+    second.page.wait_for_timeout(3_000)
+    told = [one.page.evaluate("window.told") for one in (tab, second)]
+    assert sorted(told) == [[], ["shed needs you: The GPU is gone."]], "one of the tabs tells"
     assert tab.serious() == []
     tab.check()
 
