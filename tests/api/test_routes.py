@@ -8,6 +8,7 @@ import json
 import logging
 from typing import Any
 
+import httpx
 import pytest
 
 from node.api.node_interface import SERIES
@@ -26,7 +27,7 @@ from node.status import (
     RunInfo,
     Status,
 )
-from tests.api.conftest import ClientMaker, FakeNode
+from tests.api.conftest import BASE, ClientMaker, FakeNode, make_app
 
 
 def get(client: ClientMaker, path: str) -> Any:
@@ -281,6 +282,27 @@ def test_event_stream_starts_with_the_status_is_paced_and_ends_with_the_node(fak
         assert json.loads(last.split(b"data: ")[1])["phase"] == "stopped"
         with pytest.raises(StopAsyncIteration):
             await anext(events)
+
+    asyncio.run(main())
+
+
+def test_event_stream_ends_with_its_session(fake_node: FakeNode) -> None:
+    keys, board = fake_node.keys, fake_node.board
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(make_app(fake_node), client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url=BASE, timeout=30) as http:
+            key, other = keys.open_session(), keys.open_session()
+            headers = [{"Cookie": f"{keys.cookie_name}={one}"} for one in (key, other)]
+            streams = [asyncio.create_task(http.get("/api/v1/events", headers=one)) for one in headers]
+            await asyncio.sleep(0.2)
+            keys.close_session(key)
+            board.apply_report(Report(run=RunInfo(round=7)))
+            answer = await asyncio.wait_for(streams[0], 10)
+            assert answer.text.count("event: status") == 1, "the newer status is not for it"
+            assert not streams[1].done()
+            board.close()
+            assert '"round":7' in (await asyncio.wait_for(streams[1], 10)).text
 
     asyncio.run(main())
 

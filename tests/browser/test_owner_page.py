@@ -287,7 +287,9 @@ def test_browser_notifies_of_an_error_only_after_the_owner_asked_for_it(
     tab.page.wait_for_timeout(14_000)
     assert [one.page.evaluate("window.told") for one in (tab, second)] == [[], []], "the error was told before"
     village.enter(Phase.ERROR, "no_gpu", "The GPU is gone.")
-    wait_for(lambda: tab.page.evaluate("window.told.length") + second.page.evaluate("window.told.length"), 20, "another")
+    wait_for(
+        lambda: tab.page.evaluate("window.told.length") + second.page.evaluate("window.told.length"), 20, "another"
+    )
     second.page.wait_for_timeout(3_000)
     told = [one.page.evaluate("window.told") for one in (tab, second)]
     assert sorted(told) == [[], ["shed needs you: The GPU is gone."]], "one of the tabs tells"
@@ -329,6 +331,17 @@ def test_link_of_the_node_opens_a_locked_tab_and_does_not_stay_in_its_address(
     tab.until_phase("training", word="Training")
     assert tab.token not in tab.page.url
     tab.check()
+
+
+def test_lock_of_one_tab_locks_all_tabs(village: Scene, context: BrowserContext) -> None:
+    first, second = village.open(context), village.open(context)
+    first.view("Settings").button("Lock this page").click()
+    for tab in (first, second):
+        tab.until_phase("locked", word="Locked")
+        assert tab.page.evaluate("sessionStorage.length") == 0
+        tab.page.reload()
+        tab.until_phase("locked", word="Locked")
+        tab.check()
 
 
 def test_keyboard_focus_stays_on_the_actions_when_a_button_disappears(village: Scene, tab: Dashboard) -> None:
