@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -148,6 +149,44 @@ def test_departed_peers_stay_in_the_table_in_grey_for_an_hour(village: Scene, ta
     assert "No answer" in garage.inner_text()
     assert attic.get_attribute("class") == "departed"
     assert tab.serious() == []
+
+
+def test_table_of_a_large_swarm_shows_a_hundred_peers_and_this_node_at_first(village: Scene, tab: Dashboard) -> None:
+    own, *others = village.report.swarm
+    slow = own.model_copy(update={"tokens_per_second": 0.0})
+    rows = (others[0].model_copy(update={"name": f"peer {n}", "peer_id": f"12D3KooW{n:044}"}) for n in range(296))
+    village.show(swarm=(slow, *others, *rows))
+    tab.view("Swarm")
+    table = tab.page.get_by_role("region", name="Peers, table")
+    tab.button("Show all 300").wait_for()
+    assert table.locator("tbody tr").count() == 101
+    assert "shed" in table.locator("tbody tr.marked").inner_text()
+    assert tab.serious() == []
+    tab.button("Show all 300").click()
+    wait_for(lambda: table.locator("tbody tr").count() == 300, 10, "all peers")
+
+
+COUNT_SORTS = """
+window.sorts = 0;
+const sort = Array.prototype.sort;
+Array.prototype.sort = function (...by) {
+  if (this[0]?.short_id) window.sorts += 1;
+  return sort.apply(this, by);
+};
+window.sorts;
+"""
+"""Counts how often a table of peers is drawn: it sorts its rows each time."""
+
+
+def test_peers_are_not_drawn_again_with_each_status(village: Scene, tab: Dashboard) -> None:
+    """The status comes once a second, the peer table every three seconds."""
+    tab.view("Swarm").page.locator("[aria-labelledby=peers] tbody tr").first.wait_for()
+    tab.page.evaluate(COUNT_SORTS)
+    began_s = time.monotonic()
+    for step in range(60):
+        village.show(training=village.report.training.model_copy(update={"inner_step": step}))
+        tab.page.wait_for_timeout(100)
+    assert 1 <= tab.page.evaluate("window.sorts") <= 4 + (time.monotonic() - began_s) / 3
 
 
 def test_round_that_ends_by_the_clock_is_shown_in_seconds(village: Scene, tab: Dashboard) -> None:
