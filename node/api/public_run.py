@@ -214,8 +214,7 @@ def make_public_run(
     """Collect what the page shows. `credit`, `ranking`, `samples` and `invite` are the results of the others."""
     status, run = view.status, view.status.run
     done = _chain(view.rounds)
-    model = manifest.run.model if manifest is not None else None
-    data = manifest.run.data if manifest is not None else None
+    model, data = (manifest.run.model, manifest.run.data) if manifest is not None else (None, None)
     state, members = _state(view), _members(view)
     rate = _tokens_per_second(done, now) if state == "training" else None
     total = run.total_tokens or (manifest.run.total_tokens + manifest.rewound_tokens if manifest is not None else 0)

@@ -304,6 +304,7 @@ window.Notification = class {
 """
 
 
+@pytest.mark.timeout(120)
 def test_browser_notifies_of_an_error_only_after_the_owner_asked_for_it(
     village: Scene, context: BrowserContext
 ) -> None:
