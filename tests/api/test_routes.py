@@ -60,6 +60,7 @@ def test_status_route_returns_the_complete_status_of_the_node(client: ClientMake
 
 def test_swarm_and_rounds_routes_return_lists_inside_objects(client: ClientMaker, fake_node: FakeNode) -> None:
     row = peer_row(2, "ab")
+    fake_node.board.set_phase(None)
     fake_node.board.apply_report(Report(swarm=(row,)))
     for number in range(5):
         fake_node.board.add_round(RoundRecord(round=number, outcome=Outcome.COMPLETE))
@@ -80,6 +81,7 @@ def test_digests_of_peers_are_compared_by_round_and_dropped_rounds_are_ignored(
         (1, ""): None, (5, "m"): True,
     }  # fmt: skip
     rows = tuple(peer_row(number, digest) for number, digest in expected)
+    board.set_phase(None)
     board.apply_report(Report(run=RunInfo(round=5, state_digest="m"), swarm=rows))
     assert [peer["digest_agrees"] for peer in get(client, "swarm")["peers"]] == list(expected.values())
 
@@ -110,6 +112,7 @@ def test_log_search_ignores_case(client: ClientMaker, fake_node: FakeNode) -> No
 def test_hostile_names_are_returned_as_plain_json_text(client: ClientMaker, fake_node: FakeNode) -> None:
     name = "<script>alert(1)</script>"
     member = Member(peer_id="Qm1", name=name, weight=5, included=True)
+    fake_node.board.set_phase(None)
     fake_node.board.apply_report(Report(swarm=(peer_row(1, "d", name),)))
     fake_node.board.add_round(RoundRecord(round=1, outcome=Outcome.COMPLETE, head="h", members=(member,)))
     log(fake_node, name)
