@@ -267,7 +267,8 @@ class Member(Value):
     peer_id: str
     name: str
     weight: int
-    """The tokens of the member's contribution."""
+    """The tokens that the round credits to the member, if it includes the member. In streaming runs, a contribution has
+    the tokens of one fragment of F, so a round credits 1/F of them."""
     included: bool
 
 

@@ -102,7 +102,7 @@ function Freshness() {
   const words =
     link.value === "locked" ? ""
     : stale.value ? (status.value?.final ? "Ended" : `${brief(ageS.value)} old`)
-    : status.value === null ? "…" : "Live";
+    : status.value === null || link.value === "opening" ? "…" : "Live";
   const how = link.value === "polling" ? "The event stream is not available, so this page polls the node every 5 seconds." : undefined;
   return (
     <span class={stale.value && !status.value?.final ? "freshness old" : "freshness"} title={how} data-testid="freshness" data-link={link.value}>

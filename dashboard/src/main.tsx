@@ -1,10 +1,10 @@
 /** Starts the page: token, theme, feed, application. */
 
 import { render } from "preact";
-import { takeToken } from "./api/client";
+import { followLock, takeToken } from "./api/client";
 import { App } from "./app";
 import { startTheme } from "./components/theme";
-import { watchDrafts } from "./state/drafts";
+import { setDrafts, watchDrafts } from "./state/drafts";
 import { watchVisits } from "./state/visits";
 import { startNotifications } from "./state/notifications";
 import { start } from "./state/store";
@@ -16,6 +16,10 @@ import "./style/swarm.css";
 import "./style/forms.css";
 
 takeToken();
+followLock(() => {
+  setDrafts({});
+  location.reload();
+});
 startTheme();
 watchDrafts();
 watchVisits();

@@ -33,6 +33,29 @@ test("an alert is told once after it has lasted, and again only after it was gon
   expect(codes(watch.next(bad, 300_000 + SETTLE_MS))).toEqual(["error"]);
 });
 
+test("a second error with another reason is told soon after the first one", () => {
+  const watch = new AlertWatch();
+  watch.next(status({ phase: "error", reason: "The disk is full." }), 0);
+  expect(codes(watch.next(status({ phase: "error", reason: "The disk is full." }), SETTLE_MS))).toEqual(["error"]);
+  watch.next(status(), 15_000);
+  const other = status({ phase: "error", reason: "The GPU is gone." });
+  expect(watch.next(other, 20_000)).toEqual([]);
+  expect(watch.next(other, 20_000 + SETTLE_MS)).toEqual([{ code: "error", text: "The GPU is gone." }]);
+});
+
+test("a watch does not repeat what an earlier one has told", () => {
+  const first = new AlertWatch();
+  const bad = status({ notices: [notice("disk_quota", "warning")] });
+  first.next(bad, 0);
+  expect(codes(first.next(bad, SETTLE_MS))).toEqual(["disk_quota"]);
+  const next = new AlertWatch(first.told);
+  next.next(bad, 60_000);
+  expect(next.next(bad, 60_000 + SETTLE_MS)).toEqual([]);
+  next.next(status(), 100_000);
+  next.next(status(), 100_000 + GONE_MS);
+  expect([...next.told]).toEqual([]);
+});
+
 test("a node that does not answer is told once until it answers again", () => {
   const watch = new AlertWatch();
   expect(watch.next(null, 0)).toEqual([]);

@@ -127,11 +127,15 @@ class Guard:
         if scope["type"] != "http":
             return
 
+        is_public = self._page_public and is_run_page(scope["path"])
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(SECURITY_HEADERS)
                 headers.setdefault("Cache-Control", "no-store")
+                if is_public:  # Otherwise the idle connections of many visitors would use up the limit.
+                    headers["Connection"] = "close"
             await send(message)
 
         refusal = self._refusal(scope, Headers(scope=scope))
@@ -145,8 +149,7 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        is_page = scope["path"] == RUN_PAGE or scope["path"].startswith(RUN_PAGE + "/")
-        if self._page_public and is_page and scope["method"] in SAFE_METHODS:
+        if self._page_public and is_run_page(scope["path"]) and scope["method"] in SAFE_METHODS:
             return None  # It shows the same to everybody, so no host name and no key matters.
         return (
             self._check_host(headers)
@@ -208,6 +211,11 @@ class Guard:
 
     def _too_large(self) -> Response:
         return self._answer(413, f"The request's body is larger than {self._body_bytes_max} bytes: send less.")
+
+
+def is_run_page(path: str) -> bool:
+    """Whether a path belongs to the public page of the run."""
+    return path == RUN_PAGE or path.startswith(RUN_PAGE + "/")
 
 
 def host_name(host: str) -> str:

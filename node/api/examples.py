@@ -116,7 +116,7 @@ PUBLIC_RUN = PublicRun(
     tokens_per_second=5400.0, loss=2.31, state_digest="1c" * 32,
     members=(
         PublicMember(name="attic", owner=ADA, owner_name="Ada", team="Blue Team", tokens_per_second=2700.0),
-    ), members_ever=3,
+    ), members_now=1, members_ever=3,
     leaders=(
         RankedMember(
             rank=1, name="attic", key="12D3KooW...", tokens=700_000, share_ratio=0.58, rounds=12, first_round=0,

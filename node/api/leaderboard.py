@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,7 +36,7 @@ class RankedMember(Value):
     first_round: int
     last_round: int
     streak: int
-    """Newest rounds in a row that include the member; 0 if the last known round does not."""
+    """Newest rounds in a row that include the member; 0 if the newest round with contributions does not."""
 
 
 class RankedOwner(Value):
@@ -44,8 +44,7 @@ class RankedOwner(Value):
 
     rank: int
     name: str
-    """The name that the owner has chosen, else that of the machine. If others have the same, the end of the key is
-    part of it."""
+    """The name that the owner has chosen, else that of the machine. Others may have the same: show it with `key`."""
     key: str
     team: str
     machines: int
@@ -89,20 +88,15 @@ def rank(credit: Mapping[str, Any], names: Mapping[str, str], owners: Mapping[st
     for member in members:
         by_owner[member.owner].append(member)
     by_rank = sorted(by_owner, key=lambda key: (-sum(one.tokens for one in by_owner[key]), key))
-    shown = {key: (owners[key].name if key in owners else "") or by_owner[key][0].name for key in by_rank}
-    counts = Counter(map(same_name, shown.values()))
-    shown |= {key: f"{name} ({key[-6:]})" for key, name in shown.items() if counts[same_name(name)] > 1}
-    ranked = tuple(
-        _owner(place, key, shown[key], owners[key].team if key in owners else "", by_owner[key])
-        for place, key in enumerate(by_rank, 1)
-    )
+    ranked = tuple(_owner(place, key, owners.get(key), by_owner[key]) for place, key in enumerate(by_rank, 1))
     return Ranking(members=members, owners=ranked, teams=_rank_teams(ranked))
 
 
 def _rank_members(
     credit: Mapping[str, Any], names: Mapping[str, str], owners: Mapping[str, KnownOwner]
 ) -> tuple[RankedMember, ...]:
-    newest, table = credit["round"], credit["table"]
+    table = credit["table"]
+    newest = max((entry["last_round"] for entry in table if entry["member"]), default=-1)
     total = sum(entry["tokens"] for entry in table) or 1
     ranked = sorted(table, key=lambda entry: (-entry["tokens"], entry["member"]))
     return tuple(
@@ -122,12 +116,12 @@ def _rank_members(
     )
 
 
-def _owner(place: int, key: str, name: str, team: str, machines: Sequence[RankedMember]) -> RankedOwner:
+def _owner(place: int, key: str, profile: KnownOwner | None, machines: Sequence[RankedMember]) -> RankedOwner:
     return RankedOwner(
         rank=place,
-        name=name,
+        name=(profile.name if profile is not None else "") or machines[0].name,
         key=key,
-        team=team,
+        team=profile.team if profile is not None else "",
         machines=len(machines),
         tokens=sum(one.tokens for one in machines),
         share_ratio=sum(one.share_ratio for one in machines),

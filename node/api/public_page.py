@@ -21,6 +21,13 @@ STATES = {
     "waiting": "Waiting for members",
     "complete": "Complete",
 }
+NO_END = {
+    "training": "When it will be complete is known after some rounds.",
+    "unknown": "When it will be complete is unknown, because this node does not see the run now.",
+    "paused": "It is paused.",
+    "waiting": "It waits for members.",
+}
+"""Why no end is forecast, by the state of the run."""
 
 
 def render(run: PublicRun) -> str:
@@ -39,7 +46,8 @@ def render(run: PublicRun) -> str:
 <p class="eyebrow">{escape(STATES[run.state])}</p>
 <h1>{escape(run.name or "A run")}</h1>
 {f'<p class="purpose">{escape(run.purpose)}</p>' if run.purpose else ""}
-<p class="quiet">Volunteers train this language model together on their own machines, without a central server.</p>
+<p class="quiet">Volunteers train this language model together on their own machines, without a central server.
+As of {_moment(run.at, "%d %B %Y, %H:%M")} UTC.</p>
 </header>
 {_progress(run)}
 <div class="columns">
@@ -55,7 +63,7 @@ def render(run: PublicRun) -> str:
 {_rounds(run)}
 {_facts(run)}
 <footer>
-<p>As of {_moment(run.at, "%d %B %Y, %H:%M")}. Times are UTC, and the first round is round 0.
+<p>Times are UTC, and the first round is round 0.
 <a href="run.json">The same as JSON</a></p>
 </footer>
 </main>
@@ -71,13 +79,13 @@ def _progress(run: PublicRun) -> str:
     elif run.ends_at is not None:
         ends = f"At the present speed it will be complete on {_moment(run.ends_at, '%d %B %Y')}."
     else:
-        ends = "When it will be complete is known after some rounds."
+        ends = NO_END[run.state]
     figures = [
         ("Progress", f"{percent} %"),
         ("Rounds", f"{run.round + 1:,}"),
         ("Tokens a second", short(run.tokens_per_second)),
         ("Loss", f"{run.loss:.3f}" if run.loss is not None else "unknown"),
-        ("Members now", f"{len(run.members):,}"),
+        ("Members now", f"{run.members_now:,}"),
         ("Members ever", f"{run.members_ever:,}"),
     ]
     return f"""<section aria-label="Progress">
@@ -161,14 +169,26 @@ def _sample(sample: PublicSample) -> str:
 
 def _members(run: PublicRun) -> str:
     """Who is here, with one name for all machines of an owner."""
-    if not run.members:
+    if run.state == "unknown":
+        body = '<p class="quiet">Who is here is unknown.</p>'
+    elif not run.members:
         body = '<p class="quiet">Nobody is here at the moment.</p>'
     else:
         counts = Counter(member.owner for member in run.members)
         names = {member.owner: escape(member.owner_name or member.name) for member in reversed(run.members)}
-        people = (names[owner] + (f" ({count} machines)" if count > 1 else "") for owner, count in counts.items())
+        people = [
+            f"{names[owner]}{_key(owner)}" + (f" ({count} machines)" if count > 1 else "")
+            for owner, count in counts.items()
+        ]
+        if run.members_now > len(run.members):
+            people.append(f"and {run.members_now - len(run.members):,} more machines")
         body = f'<ul class="people">{"".join(f"<li>{one}</li>" for one in people)}</ul>'
     return f'<section class="card"><h2>Here now</h2>{body}</section>'
+
+
+def _key(key: str) -> str:
+    """The end of a key, in an element that no name can imitate. It tells owners of one name apart."""
+    return f' <code class="key">{escape(key[-6:])}</code>' if key else ""
 
 
 def _leaders(run: PublicRun) -> str:
@@ -178,7 +198,7 @@ def _leaders(run: PublicRun) -> str:
         rows = (
             [
                 str(owner.rank),
-                f'<span title="{escape(owner.key, quote=True)}">{escape(owner.name)}</span>',
+                f'<span title="{escape(owner.key, quote=True)}">{escape(owner.name)}{_key(owner.key)}</span>',
                 escape(owner.team),
                 f"{owner.machines:,}",
                 short(owner.tokens),
@@ -203,7 +223,10 @@ def _leaders(run: PublicRun) -> str:
 def _streaks(run: PublicRun) -> str:
     if not run.streaks:
         return ""
-    rows = ([escape(owner.name), escape(owner.team), f"{owner.streak:,}", short(owner.tokens)] for owner in run.streaks)
+    rows = (
+        [f"{escape(owner.name)}{_key(owner.key)}", escape(owner.team), f"{owner.streak:,}", short(owner.tokens)]
+        for owner in run.streaks
+    )
     heads = ("Name", "Team", "Rounds in a row", "Tokens")
     table = _table("Longest streaks", heads, ("name", "name", "number", "number"), rows)
     return f'<section class="card"><h2>Longest streaks</h2>{table}</section>'

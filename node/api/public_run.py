@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,14 @@ logger = logging.getLogger(__name__)
 ROUNDS_SHOWN, LEADERS_SHOWN, STREAKS_SHOWN, MEMBERS_SHOWN = 20, 100, 10, 200
 LONGEST_FORECAST_S = 10 * 365 * 86400.0
 """An end that is further away is not forecast."""
-RATE_ROUNDS = 20
-"""The speed of the swarm is that of this many newest rounds."""
+RATE_ROUNDS, LEAST_RATE_ROUNDS = 20, 3
+"""The speed of the swarm is that of this many newest rounds, and unknown with fewer than the second number."""
+USUAL_RATIO = 5.0
+"""A round whose time is this many times more or less than the median is left out of the speed."""
+SILENT_ROUNDS, LEAST_SILENT_S = 5, 60.0
+"""The speed is unknown again if the newest round began this many mean rounds ago, and this many seconds."""
+LIVE_OUTCOMES = frozenset({Outcome.COMPLETE, Outcome.PARTIAL, Outcome.ALONE})
+"""Outcomes of rounds whose times this node has seen. It learns of others later, many at a time."""
 UNSEEING_PHASES = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.STOPPED, Phase.ERROR})
 MEMBER_PHASES = frozenset({Phase.TRAINING.value, Phase.SYNCING.value, Phase.DRAINING.value})
 
@@ -90,11 +97,15 @@ class PublicRun(Value):
     total_tokens: int
     progress_ratio: float
     ends_at: str | None = None
-    """When the run will be complete at the speed of the newest rounds; None while unknown."""
+    """When the run will be complete at the speed of the newest rounds; None while unknown, or if it does not train."""
     tokens_per_second: float | None = None
+    """The speed of the whole swarm in the newest rounds; None while unknown, or if it does not train."""
     loss: float | None = None
     state_digest: str = ""
     members: tuple[PublicMember, ...] = ()
+    """The fastest members that are there now."""
+    members_now: int = 0
+    """How many are there now."""
     members_ever: int = 0
     leaders: tuple[RankedMember, ...] = ()
     """By machine."""
@@ -203,9 +214,9 @@ def make_public_run(
     """Collect what the page shows. `credit`, `ranking`, `samples` and `invite` are the results of the others."""
     status, run = view.status, view.status.run
     done = _chain(view.rounds)
-    model = manifest.run.model if manifest is not None else None
-    data = manifest.run.data if manifest is not None else None
-    rate = _tokens_per_second(done)
+    model, data = (manifest.run.model, manifest.run.data) if manifest is not None else (None, None)
+    state, members = _state(view), _members(view)
+    rate = _tokens_per_second(done, now) if state == "training" else None
     total = run.total_tokens or (manifest.run.total_tokens + manifest.rewound_tokens if manifest is not None else 0)
     left = max(0, total - run.swarm_tokens)
     is_complete = bool(total) and not left
@@ -217,17 +228,18 @@ def make_public_run(
         parameters=manifest.parameters if manifest is not None else 0,
         data=() if data is None else data.sources,
         tokenizer="" if data is None else data.tokenizer,
-        state="complete" if is_complete else _state(view),
+        state="complete" if is_complete else state,
         at=rfc3339(now),
         round=run.round,
         tokens=run.swarm_tokens,
         total_tokens=total,
         progress_ratio=min(1.0, run.swarm_tokens / total) if total else 0.0,
-        ends_at=None if run.is_paused else _end_at(now, left, rate),
+        ends_at=_end_at(now, left, rate),
         tokens_per_second=rate,
         loss=status.training.evaluation_loss,
         state_digest=run.state_digest,
-        members=_members(view),
+        members=members[:MEMBERS_SHOWN],
+        members_now=len(members),
         members_ever=len(credit["table"]) if credit is not None else 0,
         leaders=ranking.members[:LEADERS_SHOWN],
         owners=ranking.owners[:LEADERS_SHOWN],
@@ -315,7 +327,7 @@ def _members(view: View) -> tuple[PublicMember, ...]:
             team=row.team,
             tokens_per_second=row.tokens_per_second,
         )
-        for row in rows[:MEMBERS_SHOWN]
+        for row in rows
     )
 
 
@@ -332,15 +344,27 @@ def _round(record: RoundRecord, older: RoundRecord | None) -> PublicRound:
     )
 
 
-def _tokens_per_second(done: Sequence[RoundRecord]) -> float | None:
-    """The speed of the whole swarm over the newest rounds; None before there are two."""
-    recent = [record for record in done[: RATE_ROUNDS + 1] if record.started_at]
-    if len(recent) < 2:
+def _tokens_per_second(done: Sequence[RoundRecord], now: datetime) -> float | None:
+    """The speed of the whole swarm over the newest rounds that this node saw one after the other; None if unknown."""
+    seen = [
+        ((_moment(newer) - _moment(older)).total_seconds(), newer.swarm_tokens - older.swarm_tokens)
+        for newer, older in pairwise(done)
+        if newer.round == older.round + 1 and _is_timed(newer) and _is_timed(older)
+    ]
+    seen = [(seconds, tokens) for seconds, tokens in seen if seconds > 0 and tokens > 0][:RATE_ROUNDS]
+    usual_s = statistics.median(seconds for seconds, _ in seen) if seen else 0.0
+    kept = [one for one in seen if usual_s / USUAL_RATIO <= one[0] <= usual_s * USUAL_RATIO]
+    if len(kept) < LEAST_RATE_ROUNDS:
         return None
-    newest, oldest = recent[0], recent[-1]
-    seconds = (_moment(newest) - _moment(oldest)).total_seconds()
-    tokens = newest.swarm_tokens - oldest.swarm_tokens
-    return tokens / seconds if seconds > 0 and tokens >= 0 else None
+    total_s = sum(seconds for seconds, _ in kept)
+    silent_s = (now - _moment(done[0])).total_seconds() if done[0].started_at else 0.0
+    if silent_s > max(LEAST_SILENT_S, SILENT_ROUNDS * total_s / len(kept)):
+        return None
+    return sum(tokens for _, tokens in kept) / total_s
+
+
+def _is_timed(record: RoundRecord) -> bool:
+    return bool(record.started_at) and record.outcome in LIVE_OUTCOMES
 
 
 def _moment(record: RoundRecord) -> datetime:

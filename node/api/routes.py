@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import platform
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -86,7 +87,7 @@ def make_router(context: ApiContext) -> APIRouter:
     _add_status(router, context.node)
     _add_history(router, context)
     _add_logs(router, context.node)
-    _add_events(router, context.node)
+    _add_events(router, context.node, context.keys)
     _add_version(router, context.build)
     _add_support_bundle(router, context)
     _add_config(router, context.settings)
@@ -242,14 +243,14 @@ def _add_logs(router: APIRouter, node: Node) -> None:
         return models.Logs(records=tuple(records), last_id=records[-1].id if records else after or 0)
 
 
-def _add_events(router: APIRouter, node: Node) -> None:
+def _add_events(router: APIRouter, node: Node, keys: Keys) -> None:
     open_streams = 0
 
-    async def counted() -> AsyncIterator[bytes]:
+    async def counted(is_allowed: Callable[[], bool]) -> AsyncIterator[bytes]:
         nonlocal open_streams
         open_streams += 1
         try:
-            async for event in stream_events(node):
+            async for event in stream_events(node, is_allowed):
                 yield event
         finally:
             open_streams -= 1
@@ -265,31 +266,38 @@ def _add_events(router: APIRouter, node: Node) -> None:
     }
 
     @router.get("/api/v1/events", response_class=StreamingResponse, responses=described, tags=["node"])
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
         """Server-sent events: the status at once, then after each change, at most once a second."""
         if open_streams >= STREAMS_MAX:
             return problem_response(503, "Too many event streams are open: close some.", {"Retry-After": "5"})
-        return StreamingResponse(counted(), media_type="text/event-stream")
+        key = session_key(request.headers, keys.cookie_name) if bearer(request.headers) is None else None
+        stream = counted(lambda: key is None or keys.is_session(key))
+        return StreamingResponse(stream, media_type="text/event-stream")
 
 
 async def stream_events(
-    node: Node, *, interval_s: float = EVENT_INTERVAL_S, keep_alive_s: float = KEEP_ALIVE_S
+    node: Node,
+    is_allowed: Callable[[], bool] = lambda: True,
+    *,
+    interval_s: float = EVENT_INTERVAL_S,
+    keep_alive_s: float = KEEP_ALIVE_S,
 ) -> AsyncIterator[bytes]:
     """Yield the node's status as server-sent events, one per `interval_s` at most; a comment after `keep_alive_s`.
 
-    The stream ends with the last status when the node ends.
+    The stream ends with the last status when the node ends, and instead of the next event if it is no longer allowed.
     """
     yield f"retry: {RECONNECT_MS}\n\n".encode()
     with node.subscribe() as queue:
         while True:
-            try:
+            event, is_last = b": keep-alive\n\n", False
+            with suppress(TimeoutError):
                 status = await asyncio.wait_for(queue.get(), keep_alive_s)
-            except TimeoutError:
-                yield b": keep-alive\n\n"
-                continue
-            body = (status or node.view().status).model_dump_json()
-            yield b"event: status\ndata: " + body.encode() + b"\n\n"
-            if status is None:
+                body = (status or node.view().status).model_dump_json()
+                event, is_last = b"event: status\ndata: " + body.encode() + b"\n\n", status is None
+            if not is_allowed():
+                return
+            yield event
+            if is_last:
                 return
             await asyncio.sleep(interval_s)
 

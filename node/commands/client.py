@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import ssl
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPSConnection
@@ -42,8 +44,27 @@ def read_address(data_dir: Path) -> ApiAddress:
     )
 
 
+def _is_locked(data_dir: Path) -> bool:
+    """Whether a node runs on the folder. It holds the lock until its process ends, even by a kill."""
+    try:
+        fd = os.open(data_dir / "lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 class Client:
-    """Calls the API of one node. Raises UsageError when no node answers, or when it refuses."""
+    """Calls the API of one node. Raises UsageError when no node answers, or when it refuses.
+
+    A killed node leaves its address behind, and another program may listen there now. So the token is sent only while a
+    node holds the folder's lock.
+    """
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
@@ -88,13 +109,15 @@ class Client:
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            address = read_address(self._data_dir)
+            address, is_running = read_address(self._data_dir), _is_locked(self._data_dir)
         except PermissionError as exc:
             raise UsageError(
                 f"The data folder {self._data_dir} belongs to another user: run the command as that user."
             ) from exc
         except (OSError, ValueError) as exc:
             raise self._not_running() from exc
+        if not is_running:
+            raise self._not_running()
         request = Request(  # noqa: S310 - the address comes from our own data folder
             address.url + path,
             data=None if body is None else json.dumps(body).encode(),

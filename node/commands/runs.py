@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from node.worker.run_choice import JudgedRun, judge
 MAX_KNOWN = 8
 """Peers that the node of the data folder has known and that are asked besides the bootstrap peers."""
 ID_CHARACTERS = 8
+ID = re.compile(rf"[0-9a-f]{{{ID_CHARACTERS},}}")
 PURPOSE_CHARACTERS = 72
 JSON_NAMES = {"GPU memory": "gpu_memory", "memory": "memory", "disk": "disk"}
 
@@ -84,10 +86,14 @@ def _entry(one: JudgedRun) -> dict[str, Any]:
 
 
 def find_run(runs: Sequence[JudgedRun], name: str) -> JudgedRun:
-    """The run with this name, or whose hash begins so. Raises UsageError unless there is exactly one."""
-    chosen = [one for one in runs if name == one.listed.manifest.run.name]
-    if len(name) >= ID_CHARACTERS:
-        chosen += [one for one in runs if one not in chosen and one.listed.manifest.hash.startswith(name)]
+    """The run with this name or id. Raises UsageError unless there is exactly one.
+
+    What reads like an id is only an id, so nobody can name a run like the id of another one.
+    """
+    if ID.fullmatch(name):
+        chosen = [one for one in runs if one.listed.manifest.hash.startswith(name)]
+    else:
+        chosen = [one for one in runs if name == one.listed.manifest.run.name]
     if not chosen:
         raise UsageError(f"The directory lists no run {name!r}: see `diloco-node runs`.", code="no_run")
     if len(chosen) > 1:

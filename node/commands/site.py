@@ -23,8 +23,44 @@ def write_site(client: Client, folder: Path) -> PublicRun:
     Raises UsageError if no node answers, if it has not joined a run, or if the folder refuses the files.
     """
     run = _read(client)
-    if not run.manifest_hash:
-        raise UsageError("The node has not joined a run yet: wait until `diloco-node status` shows one.")
+    _write(run, folder)
+    return run
+
+
+def keep_site(client: Client, folder: Path, tell: Callable[[str], None], sleep: Callable[[float], None]) -> None:
+    """Write the files now, and again after each round, until `sleep` raises.
+
+    If the node does not answer, the page no longer says that the run is in training. Tells the first failure of several
+    in a row.
+    """
+    shown, problem = write_site(client, folder), ""
+    tell(f"Wrote the page after round {shown.round} to {folder}, and will again after each round; Ctrl-C ends this.")
+    while True:
+        sleep(LOOK_S)
+        before, problem = problem, ""
+        try:
+            run = _read(client)
+        except UsageError as exc:
+            run, problem = _out_of_sight(shown), str(exc)
+        try:
+            if (run.round, run.state) != (shown.round, shown.state):
+                _write(run, folder)
+                shown = run
+        except UsageError as exc:
+            problem = str(exc)
+        if problem and not before:
+            tell(f"The page is not up to date: {problem}")
+
+
+def _out_of_sight(run: PublicRun) -> PublicRun:
+    """What is known of a run after its node has ended."""
+    if run.state == "complete":
+        return run
+    unknown = {"state": "unknown", "ends_at": None, "tokens_per_second": None, "members": (), "members_now": 0}
+    return run.model_copy(update=unknown)
+
+
+def _write(run: PublicRun, folder: Path) -> None:
     files = {"public.css": STYLE, "run.json": run.model_dump_json(), PAGE: render(run)}
     try:
         if not folder.is_dir():
@@ -37,31 +73,14 @@ def write_site(client: Client, folder: Path) -> PublicRun:
         raise UsageError(
             f"{folder} cannot be written ({exc.strerror}): name a folder of yours that the web server reads."
         ) from exc
-    return run
-
-
-def keep_site(client: Client, folder: Path, tell: Callable[[str], None], sleep: Callable[[float], None]) -> None:
-    """Write the files now, and again after each round, until `sleep` raises. Says once if the node does not answer."""
-    written = write_site(client, folder)
-    tell(f"Wrote the page after round {written.round} to {folder}, and will again after each round; Ctrl-C ends this.")
-    is_away, newest = False, (written.round, written.state)
-    while True:
-        sleep(LOOK_S)
-        try:
-            run = _read(client)
-            if (run.round, run.state) != newest or is_away:
-                newest = (run.round, run.state)
-                write_site(client, folder)
-            is_away = False
-        except UsageError as exc:
-            if not is_away:
-                tell(f"The page stays as it is: {exc}")
-            is_away = True
 
 
 def _read(client: Client) -> PublicRun:
-    """The run of a node that answers. Raises UsageError, also if the node is of another version."""
+    """The run of a node that answers. Raises UsageError, also if the node has none or is of another version."""
     try:
-        return PublicRun.model_validate(client.public())
+        run = PublicRun.model_validate(client.public())
     except ValidationError as exc:
         raise UsageError("The node is of another version than this command: start the node again.") from exc
+    if not run.manifest_hash:
+        raise UsageError("The node has not joined a run yet: wait until `diloco-node status` shows one.")
+    return run

@@ -558,7 +558,9 @@ def read_manifest(data: bytes) -> Manifest:
     """Read a manifest. Raises ProtocolError for another protocol version, and ManifestError if it is invalid."""
     try:
         raw = json.loads(data)
-        version = int(raw["protocol_version"])
+        version = raw["protocol_version"]
+        if type(version) is not int:
+            raise TypeError("the protocol version is no whole number")
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ManifestError("The manifest cannot be read: ask for a new invite.") from exc
     if version > PROTOCOL_VERSION:

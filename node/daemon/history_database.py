@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from node.api.node_interface import SERIES, Chart, PeerContribution
-from node.status import Activity, RoundRecord
+from node.status import Activity, Member, RoundRecord
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class HistoryDatabase:
             "ON CONFLICT (peer_id) DO UPDATE SET rounds = max(0, rounds + excluded.rounds), "
             "tokens = max(0, tokens + excluded.tokens), name = excluded.name, "
             "last_round = max(last_round, excluded.last_round)",
-            [(m.peer_id, m.name, sign, sign * m.weight, record.round) for m in record.members if m.included],
+            [(m.peer_id, m.name, sign, sign * m.weight, record.round) for m in _included(record)],
         )
         if self._db.execute("SELECT count(*) FROM peers").fetchone()[0] > PEERS_KEPT:
             self._db.execute(
@@ -203,10 +203,22 @@ class HistoryDatabase:
         found = self._db.execute(
             "SELECT id, record FROM rounds WHERE counts AND round BETWEEN ? AND ?", (first, last)
         ).fetchall()
-        for _, packed in found:
-            if (record := _unpack(packed)) is not None:
-                self._credit(record, -1)
+        records = [record for _, packed in found if (record := _unpack(packed)) is not None]
+        for record in records:
+            self._credit(record, -1)
         self._db.executemany("UPDATE rounds SET counts = 0 WHERE id = ?", [(key,) for key, _ in found])
+        last_rounds = {member.peer_id: first - 1 for record in records for member in _included(record)}
+        sought = set(last_rounds)
+        for (packed,) in self._db.execute("SELECT record FROM rounds WHERE counts ORDER BY round DESC"):
+            if not sought:
+                break
+            if (record := _unpack(packed)) is not None:
+                here = sought & {member.peer_id for member in _included(record)}
+                last_rounds |= dict.fromkeys(here, record.round)
+                sought -= here
+        self._db.executemany(
+            "UPDATE peers SET last_round = ? WHERE peer_id = ?", [(last, peer) for peer, last in last_rounds.items()]
+        )
 
     # reading
 
@@ -351,6 +363,10 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         if db.in_transaction:
             db.execute("ROLLBACK")
         raise
+
+
+def _included(record: RoundRecord) -> list[Member]:
+    return [member for member in record.members if member.included]
 
 
 def _unpack(packed: bytes) -> RoundRecord | None:

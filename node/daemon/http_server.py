@@ -15,6 +15,7 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,12 +34,18 @@ GRACE_S = 2
 """Time that open requests have to finish when the server stops. Event streams end before that."""
 BACKLOG = 128
 CONNECTIONS_MAX = 512
-"""Four times the number of event streams. Further connections are closed at once."""
-PER_ADDRESS_RATIO = 0.25
-"""Share of the connections that one address may hold, so that one program elsewhere does not lock the owner out.
-Loopback has no limit of its own, because all tunnels and proxies on this machine are one address."""
+"""Four times the number of event streams. Beyond it, a new connection replaces an idle one."""
+PER_CALLER_RATIO = 0.25
+"""Share of the connections that one address, or one IPv6 network of 64 bits, may hold. So one program elsewhere does
+not lock the owner out. Loopback has no limit of its own, because all tunnels and proxies on this machine are one
+address."""
+RESERVED_RATIO = 1 / 16
+"""Share of the connections that only callers on this machine may use."""
 HEAD_S = 10.0
 """Time limit for a TLS handshake, and for the head of a request."""
+STALL_RATIO = 2
+"""A client that reads too slowly is disconnected after this many times `head_s`."""
+SLOWEST_BYTES_PER_S = 1000
 FILES = 8192
 """Limit of open files to set; not higher, because child processes inherit it and some try every descriptor."""
 PEM_BEGIN, PEM_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
@@ -112,45 +119,76 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-class _LimitedListener(socket.socket):
-    """Accepts at most `connections_max` connections at a time and closes further ones.
+THIS_MACHINE = ""
 
+
+def _caller(host: str) -> str:
+    """What the limits count as one caller: this machine, an IPv4 address, or an IPv6 network of 64 bits."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    if _is_loopback(str(address)):
+        return THIS_MACHINE
+    return str(address if address.version == 4 else ipaddress.ip_network((address, 64), strict=False))
+
+
+Peer = tuple[str, int]
+"""Address and port of a client."""
+
+
+class _LimitedListener(socket.socket):
+    """Limits the connections that are open at a time, in all and by caller.
+
+    At a limit, a new connection replaces the one that is idle for longest. If all have requests, the new one is closed.
     uvicorn cannot do this, because it learns of a connection only after the TLS handshake.
     """
 
     def __init__(self, family: int, kind: int, protocol: int, connections_max: int) -> None:
         super().__init__(family, kind, protocol)
         self._connections_max = connections_max
-        self._open: list[tuple[socket.socket, str]] = []
-        """Accepted connections and their addresses. Closed ones are removed only when a limit is reached."""
+        self._open: dict[Peer, tuple[socket.socket, str]] = {}
+        """Accepted connections and their callers. Closed ones are removed only at a limit."""
+        self.protocols: dict[Peer, _Protocol] = {}
+        """Of the open connections (with TLS, after the handshake), the least recently used first."""
         self._has_warned = False
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Raises ConnectionAbortedError at the limit, as if the client had aborted."""
         connection, address = super().accept()
-        host = address[0] if isinstance(address, tuple) else ""
-        if self._is_full(host):
-            self._open = [(one, its_host) for one, its_host in self._open if one.fileno() >= 0]
-        if self._is_full(host):
-            connection.close()
+        caller = _caller(address[0])
+        if self._rivals(caller):
+            self._open = {peer: entry for peer, entry in self._open.items() if entry[0].fileno() >= 0}
+        rivals = self._rivals(caller)
+        if rivals:
             self._warn()
-            raise ConnectionAbortedError(errno.ECONNABORTED, "too many connections")
+            idle = next((peer for peer, one in self.protocols.items() if peer in rivals and one.is_idle), None)
+            if idle is None:
+                connection.close()
+                raise ConnectionAbortedError(errno.ECONNABORTED, "too many connections")
+            self.protocols.pop(idle).transport.abort()
+            del self._open[idle]
         self._has_warned = self._has_warned and len(self._open) > self._connections_max // 2
-        self._open.append((connection, host))
+        self._open[address[:2]] = (connection, caller)
         return connection, address
 
-    def _is_full(self, host: str) -> bool:
-        """Whether there are too many connections, in all or of this address."""
-        if len(self._open) >= self._connections_max or _is_loopback(host):
-            return len(self._open) >= self._connections_max
-        return sum(its_host == host for _, its_host in self._open) >= PER_ADDRESS_RATIO * self._connections_max
+    def _rivals(self, caller: str) -> set[Peer]:
+        """The connections of which one must end before this caller gets another one; none below the limits."""
+        if caller == THIS_MACHINE:
+            return set(self._open) if len(self._open) >= self._connections_max else set()
+        own = {peer for peer, (_, its_caller) in self._open.items() if its_caller == caller}
+        if len(own) >= PER_CALLER_RATIO * self._connections_max:
+            return own
+        others = {peer for peer, (_, its_caller) in self._open.items() if its_caller != THIS_MACHINE}
+        reserved = max(1, round(RESERVED_RATIO * self._connections_max))
+        is_full = len(others) >= self._connections_max - reserved or len(self._open) >= self._connections_max
+        return others if is_full else set()
 
     def _warn(self) -> None:
         """Warn, but not again until half of the connections are closed, so that a flood does not fill the log."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "The API has %d open connections and closes further ones: some program holds too many.", len(self._open)
+                "The API has %d open connections and closes some of them: some program holds too many.", len(self._open)
             )
 
 
@@ -226,41 +264,70 @@ def url_of(sock: socket.socket, *, tls: bool = False) -> str:
 
 
 class _Protocol(H11Protocol):
-    """Closes a connection if no complete request head arrives within `head_s` of its opening or its last response.
+    """Closes a connection whose client sends no complete request head in time, or does not read what it asked for.
 
-    uvicorn has no time limit for the first request, nor for the rest of a later one that has begun.
+    The head has `head_s` from the opening or the last response on. uvicorn has no time limit for the first request, nor
+    for the rest of a later one that has begun, nor for a client that does not read.
     """
 
-    def __init__(self, head_s: float, **parts: Any) -> None:
+    def __init__(self, head_s: float, protocols: dict[Peer, _Protocol], **parts: Any) -> None:
         super().__init__(**parts)
-        self._head_s = head_s
+        self._head_s, self._protocols = head_s, protocols
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        self._unsent_bytes = 0
+        """What waited for the client when the timer was started."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in progress and no response is unsent."""
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's type omits None, the value before a request
+        return (cycle is None or cycle.response_complete) and not self.transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._restart_timer()
+        self._used()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._used()
+
+    def _used(self) -> None:
+        self._restart_timer()
+        if self.client is not None and not self.transport.is_closing():
+            self._protocols.pop(self.client, None)
+            self._protocols[self.client] = self
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
         self._restart_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self.client is not None and self._protocols.get(self.client) is self:
+            del self._protocols[self.client]
         if self._timer is not None:
             self._timer.cancel()
 
     def _restart_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(self._head_s, self._time_out)
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._timer_s = STALL_RATIO * self._head_s if self._unsent_bytes else self._head_s
+        self._timer = self.loop.call_later(self._timer_s, self._time_out)
 
     def _time_out(self) -> None:
-        """Close the connection, unless a request is in progress: its response restarts the timer."""
-        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's type omits None, the value before a request
-        if cycle is None:
+        """Close the connection, unless a request is in progress whose client reads: its response restarts the timer."""
+        sent_bytes = self._unsent_bytes - self.transport.get_write_buffer_size()
+        if not self.cycle:
             self.transport.abort()  # close() would wait for the client to end TLS
-        elif cycle.response_complete:
+        elif self.is_idle:
             self.transport.close()
+        elif self.cycle.response_complete or self.flow.write_paused:
+            if sent_bytes < SLOWEST_BYTES_PER_S * self._timer_s:
+                self.transport.abort()
+            else:
+                self._restart_timer()
 
 
 class _Server(uvicorn.Server):
@@ -280,15 +347,19 @@ class _Server(uvicorn.Server):
         handshake_s = self._head_s if tls else None
         self.servers = [
             await loop.create_server(
-                self._make_protocol, sock=sock, ssl=tls, ssl_handshake_timeout=handshake_s, backlog=self.config.backlog
+                partial(self._make_protocol, sock.protocols if isinstance(sock, _LimitedListener) else {}),
+                sock=sock,
+                ssl=tls,
+                ssl_handshake_timeout=handshake_s,
+                backlog=self.config.backlog,
             )
             for sock in sockets or []
         ]
         self.started = True
 
-    def _make_protocol(self) -> _Protocol:
+    def _make_protocol(self, protocols: dict[Peer, _Protocol]) -> _Protocol:
         return _Protocol(
-            self._head_s, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            self._head_s, protocols, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from node.status import (
     rfc3339,
 )
 
+FRESH_S = 3.0
+"""A report comes once a second. The ages in an older one are increased by its own age."""
 ROUNDS_KEPT = 200
 LOGS_KEPT = 2000
 NEWER_VERSION = "newer_version"
@@ -60,8 +63,10 @@ class NodeState:
         on_status: Callable[[Status], None] | None = None,
         counters: SavedCounters | None = None,
         journal: Journal | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`state` is the first phase, `counters` the totals before this start. `on_status` gets each new status."""
+        self._clock, self._reported_at_s = clock, clock()
         self._node = node
         self._limits = limits
         self._pause = PauseInfo()
@@ -128,7 +133,7 @@ class NodeState:
         if not report.run.manifest_hash and self._report.run.manifest_hash:
             # A new worker has not read the run's state yet: keep the previous position.
             report = report.model_copy(update={"run": self._report.run})
-        self._report = report
+        self._report, self._reported_at_s = report, self._clock()
         self._journal.add_report(report)
         self._counters = SavedCounters(
             counters=report.counters,
@@ -195,7 +200,7 @@ class NodeState:
     def view(self, *, alive: bool) -> View:
         return View(
             status=self._status,
-            swarm=() if self._status.code == TRAFFIC_LIMIT else self._report.swarm,
+            swarm=() if self._is_alone else self._peer_rows(),
             rounds=tuple(self._rounds),
             logs=tuple(self._logs),
             log_counts=dict(self._log_counts),
@@ -203,6 +208,22 @@ class NodeState:
             journal=self._journal.entries,
             departed=self._journal.departed,
             governance=self._governance,
+        )
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the node is out of the swarm. While a worker starts, the newest report is that of the one before."""
+        state = self._phase_override or self._report.state
+        is_starting = self._phase_override is not None and state.phase is Phase.STARTING
+        return is_starting or state.code == TRAFFIC_LIMIT
+
+    def _peer_rows(self) -> tuple[PeerRow, ...]:
+        """The peer table, whose ages go on while no report comes."""
+        age_s = self._clock() - self._reported_at_s
+        if age_s < FRESH_S:
+            return self._report.swarm
+        return tuple(
+            row.model_copy(update={"last_seen_s": round(row.last_seen_s + age_s, 1)}) for row in self._report.swarm
         )
 
     @contextmanager
@@ -241,7 +262,7 @@ class NodeState:
         # A pause has its own worker. Until it reports, the newest report is that of the training worker before it.
         if has_no_worker or (state.phase is Phase.PAUSED and report.state.phase is not Phase.PAUSED):
             report = _idle(report)
-        if state.code == TRAFFIC_LIMIT:
+        if self._is_alone:
             report = report.model_copy(update={"peers": PeersInfo()})
         node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]})
         return Status(

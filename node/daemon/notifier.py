@@ -43,26 +43,31 @@ RETRY_S = (5.0, 30.0, 120.0)
 """Pauses before further tries, if the receiver has taken nothing yet."""
 WAITING_MAX = 16
 """Messages that wait for one receiver. Further ones are dropped."""
-UNREACHABLE, NEWER_VERSION = "unreachable", "newer_version"
+ERROR, UNREACHABLE, NEWER_VERSION = "error", "unreachable", "newer_version"
 UNTESTED_PHASES = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One reason why the node needs its owner. `code` identifies it."""
+    """One reason why the node needs its owner."""
 
     code: str
     text: str
 
+    @property
+    def key(self) -> str:
+        """What identifies the alert. Errors with different reasons are different alerts."""
+        return f"{self.code}: {self.text}" if self.code == ERROR else self.code
+
 
 def alerts_of(status: Status) -> dict[str, Alert]:
-    """The present alerts by code: an error, a port that nobody reaches, and all notices with a remedy."""
+    """The present alerts by key: an error, a port that nobody reaches, and all notices with a remedy."""
     alerts = [Alert(notice.code, notice.text) for notice in status.notices if is_told(notice.code, notice.level)]
     if status.phase is Phase.ERROR:
-        alerts.append(Alert("error", status.reason))
+        alerts.append(Alert(ERROR, status.reason))
     if status.reachability_code == "not_reached" and status.reachability_reason and status.node.mode == "train":
         alerts.append(Alert(UNREACHABLE, status.reachability_reason))
-    return {alert.code: alert for alert in alerts}
+    return {alert.key: alert for alert in alerts}
 
 
 def is_told(code: str, level: str) -> bool:
@@ -71,9 +76,9 @@ def is_told(code: str, level: str) -> bool:
 
 
 def untested(status: Status) -> set[str]:
-    """Codes of alerts that this node cannot judge yet, because it has just started or was not tested."""
-    codes = {UNREACHABLE} if status.reachability_code in ("not_tested", "disputed") else set()
-    return codes | ({UNREACHABLE, NEWER_VERSION} if status.phase in UNTESTED_PHASES else set())
+    """Keys of alerts that this node cannot judge yet, because it has just started or was not tested."""
+    keys = {UNREACHABLE} if status.reachability_code in ("not_tested", "disputed") else set()
+    return keys | ({UNREACHABLE, NEWER_VERSION} if status.phase in UNTESTED_PHASES else set())
 
 
 class Notifier:
@@ -95,39 +100,40 @@ class Notifier:
 
     async def run(self) -> None:
         while True:
-            for alert in self.due() if self._receivers else ():
+            for alert in await self.due() if self._receivers else ():
                 self._tell(alert)
             await asyncio.sleep(LOOK_S)
 
     async def aclose(self) -> None:
         """Tell an error with which the node ends, and wait for that at most LAST_S."""
-        error = alerts_of(self._status()).get("error")
-        if error is None or not self._receivers or "error" in self._told:
+        error = next((one for one in alerts_of(self._status()).values() if one.code == ERROR), None)
+        if error is None or not self._receivers or error.key in self._told:
             return
-        self._told.add("error")
-        self._store()
+        self._told.add(error.key)
+        await self._store()
         self._tell(error)
         until_s = time.monotonic() + LAST_S
         while any(one.is_busy for one in self._receivers) and time.monotonic() < until_s:  # noqa: ASYNC110 - threads
             await asyncio.sleep(0.05)
 
-    def due(self) -> list[Alert]:
-        """The alerts to tell now. They count as told."""
+    async def due(self) -> list[Alert]:
+        """The alerts to tell now. They count as told, also for later starts."""
         now_s, status = self._clock(), self._status()
         present = alerts_of(status)
-        self._since_s = {code: self._since_s.get(code, now_s) for code in present}
+        self._since_s = {key: self._since_s.get(key, now_s) for key in present}
         gone = self._told - present.keys() - untested(status)
-        self._gone_since_s = {code: self._gone_since_s.get(code, now_s) for code in gone}
-        over = {code for code, since_s in self._gone_since_s.items() if now_s - since_s >= GONE_S}
-        new = {code for code, since_s in self._since_s.items() if now_s - since_s >= SETTLE_S} - self._told
+        self._gone_since_s = {key: self._gone_since_s.get(key, now_s) for key in gone}
+        over = {key for key, since_s in self._gone_since_s.items() if now_s - since_s >= GONE_S}
+        new = {key for key, since_s in self._since_s.items() if now_s - since_s >= SETTLE_S} - self._told
         if new or over:
             self._told = (self._told | new) - over
-            self._store()
-        return [present[code] for code in sorted(new)]
+            await self._store()
+        return [present[key] for key in sorted(new)]
 
-    def _store(self) -> None:
+    async def _store(self) -> None:
+        text = json.dumps(sorted(self._told)) + "\n"
         try:
-            write_whole(self._path, json.dumps(sorted(self._told)) + "\n", forced=False)
+            await asyncio.to_thread(write_whole, self._path, text, forced=False)
         except OSError as exc:
             logger.warning("%s cannot be written (%s): a restart may repeat a message.", self._path, exc.strerror)
 

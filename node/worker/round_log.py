@@ -41,14 +41,18 @@ class RoundLog:
         view, counters, run = self._session.swarm.view, self._counters, self._session.terms_after(done.tip).run
         rate = inner_learning_rate(run, self._session.schedule_tokens(done.tip))
         is_paused = self._session.rules.at(done.tip.state.amendments, done.outcome.round).is_paused
-        names = {row.peer_id: row.name for row in view.rows}
+        names, fragments = {row.peer_id: row.name for row in view.rows}, run.sync.fragment_count
         if done.is_replayed:
-            record = make_record(done, rate, view.peer_id, names, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+            record = make_record(
+                done, rate, view.peer_id, names, fragments, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0)
+            )
             record = without_contributions(record) if is_paused else record
             self._log_replayed(done, record)
             return record
         moved = self._bytes_since_last_round(_own_bytes(view.sent_bytes), _own_bytes(view.received_bytes))
-        record = make_record(done, rate, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
+        record = make_record(
+            done, rate, view.peer_id, names, fragments, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved
+        )
         record = without_contributions(record) if is_paused else record
         for stage, (total_s, stage_blocked_s) in split_by_stage(
             done.stage_s, blocked_s=blocked_s, apply_s=apply_s
@@ -123,6 +127,7 @@ def make_record(
     learning_rate: float,
     own_peer_id: str,
     names: Mapping[str, str],
+    fragments: int,
     *,
     blocked_s: float,
     apply_s: float,
@@ -151,7 +156,7 @@ def make_record(
             Member(
                 peer_id=join.signer,
                 name=names.get(join.signer, join.signer[-6:]),
-                weight=content.tokens,
+                weight=content.tokens // fragments,
                 included=join.signer in done.outcome.included,
             )
             for join, content in zip(plan.joins, joins, strict=True)

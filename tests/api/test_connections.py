@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from starlette.types import ASGIApp
 
 from node.daemon import http_server
@@ -28,13 +29,15 @@ from tests.api.daemon import PATIENCE_S, ROOT, Daemon, wait_for
 from tests.api.test_tls import make_certificate
 
 SHORT_S = 1.0
+CLOSE = "Connection: close\r\n"
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Served:
     """A real API server on a free port, and the connections that a test opens to it."""
 
-    def __init__(self, sock: socket.socket, tls: Tls | None) -> None:
+    def __init__(self, sock: socket.socket, tls: Tls | None, server: uvicorn.Server) -> None:
+        self.connections = server.server_state.connections
         self.url = url_of(sock, tls=tls is not None)
         self.address: tuple[str, int] = sock.getsockname()[:2]
         self.trusting = ssl.create_default_context(cadata=tls.certificate) if tls else None
@@ -48,6 +51,18 @@ class Served:
         self.opened.append(writer)
         writer.write(sends)
         return reader, writer
+
+    async def open_unread(self, sends: bytes) -> Pair:
+        """Send requests. The client receives little more than it reads."""
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, self.address)
+        host = "localhost" if self.trusting else None
+        pair = await asyncio.open_connection(sock=sock, ssl=self.trusting, server_hostname=host, limit=2**12)
+        self.opened.append(pair[1])
+        pair[1].write(sends)
+        return pair
 
     async def hang_up(self) -> None:
         for writer in self.opened:
@@ -66,7 +81,7 @@ async def serving(app: ASGIApp, tls: Tls | None, *, most: int = 64, head_s: floa
     with bind("127.0.0.1", 0, connections_max=most) as sock:
         server = make_server(app, tls, head_s=head_s)
         running = asyncio.create_task(server.serve(sockets=[sock]))
-        served = Served(sock, tls)
+        served = Served(sock, tls, server)
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: served.failures.append(context))
         try:
             yield served
@@ -166,27 +181,124 @@ def test_event_streams_uploads_and_active_connections_outlive_the_idle_timeout(
     asyncio.run(main())
 
 
-def test_connections_beyond_the_maximum_are_closed_at_once(
-    app: ASGIApp, tls: Tls | None, caplog: pytest.LogCaptureFixture
+async def stream_from(served: Served) -> Pair:
+    """Open an event stream, which is a request in progress."""
+    pair = await served.open(asking("/api/v1/events", more=CLOSE))
+    assert b" 200 " in await asyncio.wait_for(pair[0].readuntil(b"\r\n\r\n"), PATIENCE_S)
+    return pair
+
+
+def test_a_connection_beyond_the_maximum_replaces_the_one_that_is_idle_for_longest(
+    app: ASGIApp, tls: Tls | None, fake_node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with serving(app, tls, most=8, head_s=PATIENCE_S) as served, served.http() as http:
-            silent = [await served.open(tcp_only=True) for _ in range(7)]
-            for _ in range(20):
-                assert (await http.get("/livez")).status_code == 200
+        async with serving(app, tls, most=8, head_s=PATIENCE_S) as served:
+            stream = await stream_from(served)
+            used = await served.open(asking("/livez"))
+            assert await answer(used) == 200
+            silent = [await served.open() for _ in range(6)]
+            used[1].write(asking("/livez"))
+            assert await answer(used) == 200
+            late = [await served.open(asking("/livez")) for _ in range(3)]
+            assert [await answer(one) for one in late] == [200] * 3
+            await asyncio.wait_for(asyncio.gather(*map(ended_at, silent[:3])), PATIENCE_S / 4)
+            for one in (*silent[3:], used, *late):
+                one[1].write(asking("/livez"))
+                assert await answer(one) == 200
+            fake_node.board.close()
+            assert b"event: status" in await asyncio.wait_for(stream[0].read(), PATIENCE_S)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert len([text for text in caplog.messages if "8 open connections" in text]) == 1
+
+
+def test_connections_are_closed_at_once_while_all_others_have_requests(
+    app: ASGIApp, tls: Tls | None, fake_node: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with serving(app, tls, most=8, head_s=PATIENCE_S) as served:
+            streams = [await stream_from(served) for _ in range(8)]
             beyond = [await served.open(tcp_only=True) for _ in range(30)]
             await asyncio.wait_for(asyncio.gather(*map(ended_at, beyond)), PATIENCE_S / 4)
-            assert (await http.get("/livez")).status_code == 200
-            for _, writer in silent[:3]:
+            for _, writer in streams[:3]:
                 writer.transport.abort()
             await asyncio.sleep(0.1)
             for _ in range(20):
                 async with served.http() as another:
                     assert (await another.get("/livez")).status_code == 200
+            fake_node.board.close()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert len([text for text in caplog.messages if "8 open connections" in text]) == 1
+
+
+def test_clients_that_do_not_read_are_disconnected(app: ASGIApp, tls: Tls | None) -> None:
+    """With one request, with many at once, and with a last one after which the server closes."""
+
+    async def main() -> None:
+        async with serving(app, tls) as served:
+            for sends in (
+                60 * asking("/openapi.json"),
+                300 * asking("/livez") + 60 * asking("/openapi.json"),
+                60 * asking("/openapi.json") + asking("/openapi.json", more=CLOSE),
+            ):
+                await served.open_unread(sends)
+            await asyncio.sleep(SHORT_S / 2)
+            assert len(served.connections) == 3
+            began_at = time.monotonic()
+            while served.connections:
+                assert time.monotonic() - began_at < 6 * SHORT_S
+                await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+
+
+def test_a_slow_client_gets_its_whole_answer(app: ASGIApp, tls: Tls | None) -> None:
+    async def main() -> None:
+        async with serving(app, tls) as served:
+            reader, _ = await served.open_unread(30 * asking("/openapi.json") + asking("/livez", more=CLOSE))
+            length, began_at = 0, time.monotonic()
+            while read := await reader.read(2**14):
+                length += len(read)
+                await asyncio.sleep(0.02)
+            assert time.monotonic() - began_at > 3 * SHORT_S, length
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "caller"),
+    [
+        ("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"), ("127.0.0.1", ""), ("::1", ""), ("::ffff:127.0.0.1", ""),
+    ],
+)  # fmt: skip
+def test_limits_count_an_ipv6_network_as_one_caller(host: str, caller: str) -> None:
+    assert http_server._caller(host) == caller
+
+
+def test_some_connections_are_reserved_for_callers_on_this_machine(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_is_loopback", lambda host: host == "127.0.0.1")
+
+    async def main() -> None:
+        async with serving(make_app(fake_node), None, most=16, head_s=PATIENCE_S) as served:
+            for number in range(2, 7):
+                for _ in range(4):
+                    reader, writer = await connect_from(served, f"127.0.0.{number}")
+                    writer.write(asking("/api/v1/events"))
+                    with suppress(asyncio.IncompleteReadError, ConnectionError):
+                        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+            assert len(served.connections) == 15
+            reader, writer = await connect_from(served, "127.0.0.1")
+            writer.write(asking("/api/v1/status"))
+            assert await answer((reader, writer)) == 200
+            fake_node.board.close()
+
+    asyncio.run(main())
 
 
 def test_one_address_cannot_use_up_the_connections_of_the_others(
@@ -223,17 +335,10 @@ def test_node_answers_its_owner_and_closes_silent_connections_when_too_many_are_
         silent = [socket.create_connection((url.host, url.port or 0)) for _ in range(CONNECTIONS_MAX + 50)]
         for one in silent:
             opened.enter_context(one)
-        assert daemon.status()["phase"] == "training"
         wait_for(lambda: len(select.select(silent, [], [], 0)[0]) >= 50, HEAD_S / 2)
 
-        def newcomer() -> bool:
-            with suppress(httpx.TransportError):
-                return httpx.get(f"{url}/livez", trust_env=False).status_code == 200
-            return False
-
-        assert not newcomer()
+        assert httpx.get(f"{url}/livez", trust_env=False).status_code == 200
         wait_for(lambda: len(select.select(silent, [], [], 0)[0]) == len(silent))
-        assert newcomer()
         assert daemon.terminate()[0] == 0
 
 

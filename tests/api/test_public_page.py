@@ -6,7 +6,7 @@ import json
 import os
 import re
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ from node.status import (
     RoundRecord,
     RunInfo,
     TaskScore,
+    rfc3339,
 )
 from tests.api.conftest import BUILD, TOKEN, FakeNode, HttpClient
 
-NOW = datetime(2026, 11, 25, 12, tzinfo=UTC)
+NOW = datetime.now(UTC).replace(microsecond=0)
 EVIL = "<script>alert(1)</script>\"'&"
 OWN, OTHER = "203.0.113.5", "198.51.100.7"
 """Addresses: what this node's owner announces, and another member's."""
@@ -56,7 +57,7 @@ def record(number: int, loss: float | None = None) -> RoundRecord:
     members = tuple(Member(peer_id=key, name=f"node {key[-1]}", weight=10, included=key != KEYS[2]) for key in KEYS)
     return RoundRecord(
         round=number, outcome=Outcome.COMPLETE, members=members, head=f"h{number}", swarm_tokens=1000 * (number + 1),
-        started_at=f"2026-11-25T11:{number:02}:00Z", evaluation_loss=loss,
+        started_at=rfc3339(NOW + timedelta(minutes=number - 3)), evaluation_loss=loss,
     )  # fmt: skip
 
 
@@ -105,6 +106,8 @@ def test_page_is_served_without_a_token_under_any_name_if_the_owner_wants_it(nod
         assert answer.status_code == 200, path
         assert len(answer.content) < 150_000
         assert http.request("HEAD", path).status_code == 200
+        assert answer.headers["connection"] == "close", "visitors' idle connections would use up the limit"
+    assert "connection" not in http.get("/livez").headers
     assert http.get("/public").headers["location"] == "/public/"
     assert http.get("/api/v1/status").status_code == 401, "the rest needs the token"
     assert http.get("/publicity").status_code == 401
@@ -141,6 +144,7 @@ def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> N
     assert [(one["name"], one["tokens"], one["rank"]) for one in run["leaders"]] == [
         ("node C", 300, 1), ("Zoë", 200, 2), (EVIL, 100, 3),
     ]  # fmt: skip
+    assert all(f'<code class="key">{key[-6:]}</code>' in client(node, public=True).get("/public/").text for key in KEYS)
     assert [one["streak"] for one in run["leaders"]] == [0, 0, 3]
     assert [(one["name"], one["streak"]) for one in run["streaks"]] == [(EVIL, 3)], "the others missed round 3"
     assert sum(one["share_ratio"] for one in run["leaders"]) == pytest.approx(1.0)
@@ -176,7 +180,66 @@ def test_paused_run_is_shown_as_paused_and_without_an_end(node: FakeNode) -> Non
     node.board.apply_report(Report(state=PhaseState(phase=Phase.SYNCING, code="run_paused"), run=info, swarm=rows))
     assert (public(node)["state"], public(node)["ends_at"]) == ("paused", None)
     page = client(node, public=True).get("/public/").text
-    assert '<p class="eyebrow">Paused</p>' in page and ">Ada</li>" in page
+    assert '<p class="eyebrow">Paused</p>' in page and ">Ada <code" in page
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "said"),
+    [
+        ("paused", "paused", "It is paused."),
+        ("draining", "training", "At the present speed"),
+        ("stopped", "waiting", "It waits for members."),
+    ],
+)
+def test_no_end_is_forecast_while_nobody_trains(node: FakeNode, phase: str, state: str, said: str) -> None:
+    node.board.apply_report(Report(state=PhaseState(phase=Phase.PAUSED), swarm=(row(KEYS[0], "Ada", phase),)))
+    run = public(node)
+    assert run["state"] == state and said in client(node, public=True).get("/public/").text
+    assert (run["ends_at"] is None) == (run["tokens_per_second"] is None) == (state != "training")
+
+
+def test_speed_and_end_are_unknown_if_the_newest_round_is_old(node: FakeNode) -> None:
+    for minutes, is_known in ((4, True), (6, False)):
+        run = make_public_run(node.view(), MANIFEST, None, NOW + timedelta(minutes=minutes))
+        assert (run.state, run.tokens_per_second is not None, run.ends_at is not None) == (
+            "training",
+            is_known,
+            is_known,
+        )
+
+
+def timed(*rounds: tuple[int, float, Outcome]) -> list[RoundRecord]:
+    """Records, newest first, from (number, seconds ago, outcome). Each round has 1,000 tokens."""
+    return [
+        record(number).model_copy(update={"started_at": rfc3339(NOW - timedelta(seconds=ago_s)), "outcome": outcome})
+        for number, ago_s, outcome in reversed(rounds)
+    ]
+
+
+LIVE, MISSED = Outcome.PARTIAL, Outcome.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("rounds", "tokens_per_second"),
+    [
+        ([(n, 60.0 * (5 - n), LIVE) for n in range(5)], 1000 / 60),
+        # This node was away during rounds 5 to 24, and learned of them in ten seconds.
+        ([(n, 60.0 * (35 - n), LIVE) for n in range(5)] + [(n, 320 - n / 2, MISSED) for n in range(5, 25)]
+         + [(n, 60.0 * (29 - n), LIVE) for n in range(25, 29)], 1000 / 60),
+        # The run was paused for a day after round 3.
+        ([(n, 86400.0 * (n < 4) + 60 * (9 - n), LIVE) for n in range(9)], 1000 / 60),
+        # This node downloaded a state, so it does not know rounds 3 to 99.
+        ([(n, 60.0 * (102 - n), LIVE) for n in (0, 1, 2, 100, 101)], 1000 / 60),
+        ([(n, 60.0 * (3 - n), LIVE) for n in range(3)], None),
+        ([(n, 10 - n / 2, MISSED) for n in range(20)], None),
+    ],
+)  # fmt: skip
+def test_speed_counts_only_rounds_that_this_node_saw_one_after_the_other(
+    node: FakeNode, rounds: list[tuple[int, float, Outcome]], tokens_per_second: float | None
+) -> None:
+    view = replace(node.view(), rounds=tuple(timed(*rounds)))
+    run = make_public_run(view, MANIFEST, None, NOW)
+    assert run.tokens_per_second == (tokens_per_second and pytest.approx(tokens_per_second, rel=0.01))
 
 
 def write_owners(node: FakeNode, **owners: tuple[str, str, str]) -> None:
@@ -203,7 +266,7 @@ def test_machines_of_one_owner_are_one_row_with_the_sum_and_owners_of_a_team_are
     assert run["teams"][0]["share_ratio"] == pytest.approx(1.0)
     assert [one["owner"] for one in run["leaders"]] == [KEYS[2], KEYS[0], KEYS[0]], "by machine, with its owner"
     page = client(node, public=True).get("/public/").text
-    assert len(re.findall(r">Ada</span>", page)) == 1 and "<h2>Teams</h2>" in page
+    assert len(re.findall(r">Ada <code[^>]*>A{6}</code></span>", page)) == 1 and "<h2>Teams</h2>" in page
 
 
 def test_machines_without_an_owner_are_owners_of_their_own_and_there_is_no_team(node: FakeNode) -> None:
@@ -218,9 +281,30 @@ def test_machines_without_an_owner_are_owners_of_their_own_and_there_is_no_team(
 
 
 def test_two_owners_of_one_name_can_be_told_apart(node: FakeNode) -> None:
-    write_owners(node, A=(KEYS[0], "Ada", ""), B=(KEYS[1], "ADA", ""))
-    names = [one["name"] for one in public(node)["owners"]]
-    assert names == ["node C", f"ADA ({KEYS[1][-6:]})", f"Ada ({KEYS[0][-6:]})"]
+    """The end of the key has an element of its own, so no name looks like another owner's name and key."""
+    forged = 'Ada <code class="key">AAAAAA</code>'
+    write_owners(node, A=(KEYS[0], "Ada", ""), B=(KEYS[1], "Ada (AAAAAA)", ""), C=(KEYS[2], forged, ""))
+    rows = tuple(
+        row(key, "box").model_copy(update={"owner": key, "owner_name": name})
+        for key, name in zip(KEYS, ("Ada", "Ada (AAAAAA)", forged), strict=True)
+    )
+    node.board.apply_report(Report(state=PhaseState(phase=Phase.TRAINING), swarm=rows))
+    assert [one["name"] for one in public(node)["owners"]] == [forged, "Ada (AAAAAA)", "Ada"]
+    page = client(node, public=True).get("/public/").text
+    for shown in (">Ada", ">Ada (AAAAAA)", "&lt;/code&gt;"):
+        key = KEYS[(">Ada", ">Ada (AAAAAA)", "&lt;/code&gt;").index(shown)]
+        assert page.count(f'{shown} <code class="key">{key[-6:]}</code>') >= 2, "in the table and in `Here now`"
+    assert page.count(f'<code class="key">{KEYS[0][-6:]}</code>') == 3, "those of Ada: table, streaks and `Here now`"
+
+
+def test_a_pause_of_the_run_ends_nobodys_streak(node: FakeNode) -> None:
+    """The rounds of a paused run have no contributions."""
+    path = node.config.node.data_dir / "credit.json"
+    credit = json.loads(path.read_text())
+    path.write_text(json.dumps(credit | {"evidence": {"round": 9}}))
+    run = public(node)
+    assert [one["streak"] for one in run["leaders"]] == [0, 0, 3]
+    assert [(one["name"], one["streak"]) for one in run["streaks"]] == [(EVIL, 3)]
 
 
 def test_hostile_names_of_owners_and_teams_stay_text(node: FakeNode) -> None:
@@ -238,8 +322,18 @@ def test_members_that_are_here_are_shown_by_owner(node: FakeNode) -> None:
     rows += (row(KEYS[2], "box A"),)
     node.board.apply_report(Report(state=PhaseState(phase=Phase.TRAINING), swarm=rows))
     page = client(node, public=True).get("/public/").text
-    assert "<li>Ada (2 machines)</li><li>box A</li>" in page
+    keys = [f'<code class="key">{key[-6:]}</code>' for key in (KEYS[0], KEYS[2])]
+    assert f"<li>Ada {keys[0]} (2 machines)</li><li>box A {keys[1]}</li>" in page
     assert [one["owner_name"] for one in public(node)["members"]] == ["Ada", "Ada", ""]
+
+
+def test_page_counts_all_members_but_names_a_limited_number(node: FakeNode) -> None:
+    rows = tuple(row(f"12D3KooW{number:044}", f"box {number}") for number in range(1000))
+    node.board.apply_report(Report(state=PhaseState(phase=Phase.TRAINING), swarm=rows))
+    run = public(node)
+    assert (run["members_now"], len(run["members"])) == (1000, 200)
+    page = client(node, public=True).get("/public/").text
+    assert "<dt>Members now</dt><dd>1,000</dd>" in page and "<li>and 800 more machines</li>" in page
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"owners": {"x": {"key": 5}}}', '{"owners": [1]}'])
@@ -339,7 +433,8 @@ def test_page_before_the_first_round_says_that_there_is_none(node: FakeNode) -> 
 
 def test_end_of_the_run_is_forecast_only_if_it_is_near(node: FakeNode) -> None:
     view = node.view()
-    assert make_public_run(view, MANIFEST, None, NOW).ends_at == "2026-11-25T12:06:00Z", "6,000 tokens, 1,000 a minute"
+    in_time = rfc3339(NOW + timedelta(minutes=6))
+    assert make_public_run(view, MANIFEST, None, NOW).ends_at == in_time, "6,000 tokens, 1,000 a minute"
     run = view.status.run.model_copy(update={"total_tokens": 2**62})
     far = replace(view, status=view.status.model_copy(update={"run": run}))
     assert make_public_run(far, MANIFEST, None, NOW).ends_at is None
@@ -374,7 +469,7 @@ def test_static_site_is_written_again_after_each_round_and_survives_the_node(nod
     run = client(node, public=False, token=TOKEN).get("/api/v1/public").json()
     there: Any = OneNode(run)
     told: list[str] = []
-    folder, looks = tmp_path / "site", iter(["same", "round", "away", "away", "back", "end"])
+    folder, looks = tmp_path / "site", iter(["same", "round", "away", "look", "away", "back", "end"])
 
     def sleep(_seconds: float) -> None:
         match next(looks):
@@ -382,6 +477,11 @@ def test_static_site_is_written_again_after_each_round_and_survives_the_node(nod
                 there.answer = run | {"round": 5}
             case "away":
                 there.is_there = False
+            case "look":
+                page, lost = (folder / "index.html").read_text(), json.loads((folder / "run.json").read_text())
+                assert "This node has lost touch with the run" in page and "In training now" not in page
+                assert (lost["state"], lost["round"], lost["at"]) == ("unknown", 5, run["at"])
+                assert (lost["ends_at"], lost["tokens_per_second"], lost["members"]) == (None, None, [])
             case "back":
                 there.is_there = True
             case "end":
@@ -389,9 +489,11 @@ def test_static_site_is_written_again_after_each_round_and_survives_the_node(nod
 
     with pytest.raises(KeyboardInterrupt):
         keep_site(there, folder, told.append, sleep)
-    assert json.loads((folder / "run.json").read_text())["round"] == 5
+    assert json.loads((folder / "run.json").read_text()) == run | {"round": 5}
+    header = (folder / "index.html").read_text().partition("</header>")[0]
+    assert "In training now" in header and run["at"] in header
     assert {path.name for path in folder.iterdir()} == {"index.html", "public.css", "run.json"}
-    assert [text[:30] for text in told] == ["Wrote the page after round 3 t", "The page stays as it is: No no"]
+    assert [text[:30] for text in told] == ["Wrote the page after round 3 t", "The page is not up to date: No"]
     with pytest.raises(UsageError, match="of another version"):
         write_site(OneNode({"name": "a field is missing"}), folder)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has not joined a run"):

@@ -8,6 +8,7 @@ import json
 import logging
 from typing import Any
 
+import httpx
 import pytest
 
 from node.api.node_interface import SERIES
@@ -26,7 +27,7 @@ from node.status import (
     RunInfo,
     Status,
 )
-from tests.api.conftest import ClientMaker, FakeNode
+from tests.api.conftest import BASE, ClientMaker, FakeNode, make_app
 
 
 def get(client: ClientMaker, path: str) -> Any:
@@ -59,6 +60,7 @@ def test_status_route_returns_the_complete_status_of_the_node(client: ClientMake
 
 def test_swarm_and_rounds_routes_return_lists_inside_objects(client: ClientMaker, fake_node: FakeNode) -> None:
     row = peer_row(2, "ab")
+    fake_node.board.set_phase(None)
     fake_node.board.apply_report(Report(swarm=(row,)))
     for number in range(5):
         fake_node.board.add_round(RoundRecord(round=number, outcome=Outcome.COMPLETE))
@@ -79,6 +81,7 @@ def test_digests_of_peers_are_compared_by_round_and_dropped_rounds_are_ignored(
         (1, ""): None, (5, "m"): True,
     }  # fmt: skip
     rows = tuple(peer_row(number, digest) for number, digest in expected)
+    board.set_phase(None)
     board.apply_report(Report(run=RunInfo(round=5, state_digest="m"), swarm=rows))
     assert [peer["digest_agrees"] for peer in get(client, "swarm")["peers"]] == list(expected.values())
 
@@ -109,6 +112,7 @@ def test_log_search_ignores_case(client: ClientMaker, fake_node: FakeNode) -> No
 def test_hostile_names_are_returned_as_plain_json_text(client: ClientMaker, fake_node: FakeNode) -> None:
     name = "<script>alert(1)</script>"
     member = Member(peer_id="Qm1", name=name, weight=5, included=True)
+    fake_node.board.set_phase(None)
     fake_node.board.apply_report(Report(swarm=(peer_row(1, "d", name),)))
     fake_node.board.add_round(RoundRecord(round=1, outcome=Outcome.COMPLETE, head="h", members=(member,)))
     log(fake_node, name)
@@ -281,6 +285,27 @@ def test_event_stream_starts_with_the_status_is_paced_and_ends_with_the_node(fak
         assert json.loads(last.split(b"data: ")[1])["phase"] == "stopped"
         with pytest.raises(StopAsyncIteration):
             await anext(events)
+
+    asyncio.run(main())
+
+
+def test_event_stream_ends_with_its_session(fake_node: FakeNode) -> None:
+    keys, board = fake_node.keys, fake_node.board
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(make_app(fake_node), client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url=BASE, timeout=30) as http:
+            key, other = keys.open_session(), keys.open_session()
+            headers = [{"Cookie": f"{keys.cookie_name}={one}"} for one in (key, other)]
+            streams = [asyncio.create_task(http.get("/api/v1/events", headers=one)) for one in headers]
+            await asyncio.sleep(0.2)
+            keys.close_session(key)
+            board.apply_report(Report(run=RunInfo(round=7)))
+            answer = await asyncio.wait_for(streams[0], 10)
+            assert answer.text.count("event: status") == 1, "the newer status is not for it"
+            assert not streams[1].done()
+            board.close()
+            assert '"round":7' in (await asyncio.wait_for(streams[1], 10)).text
 
     asyncio.run(main())
 

@@ -34,6 +34,7 @@ def plant_secrets(node: FakeNode, folder: Path) -> None:
         transport="direct", version="1", state_digest="", last_seen_s=0.0,
     )  # fmt: skip
     reason = "my.home.example:31337, nas:31338"
+    node.board.set_phase(None)
     node.board.apply_report(Report(run=RunInfo(invite=INVITE), swarm=(row,), reachability_reason=reason))
     node.board.add_round(RoundRecord(round=1, outcome=Outcome.COMPLETE, reason="[2001:db8::7]:1 was late"))
     lines = [

@@ -9,8 +9,9 @@ of the OpenAPI document follow a fixed schedule. A delay counts from the schedul
 stalls. Tokens/s come from the worker's counters, without the time in which other programs used the trainer's core. At
 the end the node gets SIGTERM while all streams are open.
 
-With `--public`, the requests are for the public page and its JSON, as somebody without a token sends them. There are no
-streams. The node makes the page again at most once a second.
+With `--public`, the requests are for the public page and its JSON, as visitors without a token send them: each request
+opens a new connection, so `--rate` is also the number of new connections a second. There are no streams. The node makes
+the page again at most once a second.
 """
 
 from __future__ import annotations
@@ -233,19 +234,24 @@ async def streams(server: Server, count: int, seen: Seen) -> Any:
                 raise result
 
 
-async def ask_by_schedule(server: Server, paths: Sequence[str], rate: float, seconds: float, seen: Seen) -> None:
+async def ask_by_schedule(
+    server: Server, paths: Sequence[str], rate: float, seconds: float, seen: Seen, *, with_new_connections: bool
+) -> None:
     """Send requests at fixed moments, without waiting for earlier answers."""
     free: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
-    for _ in range(CONNECTIONS):
+    for _ in range(0 if with_new_connections else CONNECTIONS):
         free.put_nowait(await server.connect())
 
     async def ask(path: str, at_s: float) -> None:
-        reader, writer = await free.get()
+        reader, writer = await (server.connect() if with_new_connections else free.get())
         server.send(writer, path)
         code, _ = await asyncio.wait_for(server.answer(reader), ANSWER_S)
         seen.delay_s.setdefault(path, []).append(time.monotonic() - at_s)
         seen.refused += code != 200
-        free.put_nowait((reader, writer))
+        if with_new_connections:
+            writer.close()
+        else:
+            free.put_nowait((reader, writer))
 
     began_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
@@ -284,7 +290,7 @@ async def measure_node(
         before = await moment(server, worker)
         if with_load:
             api_before, began_s = supervisor.cpu_times(), time.monotonic()
-            await ask_by_schedule(asked, paths, rate, slice_s, seen)
+            await ask_by_schedule(asked, paths, rate, slice_s, seen, with_new_connections=is_public)
             api_after, took_s = supervisor.cpu_times(), time.monotonic() - began_s
             seen.api_s += sum(api_after[:2]) - sum(api_before[:2])
             seen.loaded_s += took_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -150,6 +151,44 @@ def test_departed_peers_stay_in_the_table_in_grey_for_an_hour(village: Scene, ta
     assert tab.serious() == []
 
 
+def test_table_of_a_large_swarm_shows_a_hundred_peers_and_this_node_at_first(village: Scene, tab: Dashboard) -> None:
+    own, *others = village.report.swarm
+    slow = own.model_copy(update={"tokens_per_second": 0.0})
+    rows = (others[0].model_copy(update={"name": f"peer {n}", "peer_id": f"12D3KooW{n:044}"}) for n in range(296))
+    village.show(swarm=(slow, *others, *rows))
+    tab.view("Swarm")
+    table = tab.page.get_by_role("region", name="Peers, table")
+    tab.button("Show all 300").wait_for()
+    assert table.locator("tbody tr").count() == 101
+    assert "shed" in table.locator("tbody tr.marked").inner_text()
+    assert tab.serious() == []
+    tab.button("Show all 300").click()
+    wait_for(lambda: table.locator("tbody tr").count() == 300, 10, "all peers")
+
+
+COUNT_SORTS = """
+window.sorts = 0;
+const sort = Array.prototype.sort;
+Array.prototype.sort = function (...by) {
+  if (this[0]?.short_id) window.sorts += 1;
+  return sort.apply(this, by);
+};
+window.sorts;
+"""
+"""Counts how often a table of peers is drawn: it sorts its rows each time."""
+
+
+def test_peers_are_not_drawn_again_with_each_status(village: Scene, tab: Dashboard) -> None:
+    """The status comes once a second, the peer table every three seconds."""
+    tab.view("Swarm").page.locator("[aria-labelledby=peers] tbody tr").first.wait_for()
+    tab.page.evaluate(COUNT_SORTS)
+    began_s = time.monotonic()
+    for step in range(60):
+        village.show(training=village.report.training.model_copy(update={"inner_step": step}))
+        tab.page.wait_for_timeout(100)
+    assert 1 <= tab.page.evaluate("window.sorts") <= 4 + (time.monotonic() - began_s) / 3
+
+
 def test_round_that_ends_by_the_clock_is_shown_in_seconds(village: Scene, tab: Dashboard) -> None:
     readings = tab.page.locator(".ruler .readings")
     told = readings.inner_text().replace("\u202f", " ")
@@ -257,7 +296,7 @@ def test_month_shows_electricity_its_source_and_what_happens_at_the_traffic_limi
 RECORDER = """
 window.told = [];
 window.Notification = class {
-  static permission = "default";
+  static permission = localStorage.getItem("diloco-notify") === "on" ? "granted" : "default";
   static requestPermission() { this.permission = "granted"; return Promise.resolve("granted"); }
   constructor(title, { body }) { window.told.push(`${title}: ${body}`); }
   close() {}
@@ -265,6 +304,7 @@ window.Notification = class {
 """
 
 
+@pytest.mark.timeout(120)
 def test_browser_notifies_of_an_error_only_after_the_owner_asked_for_it(
     village: Scene, context: BrowserContext
 ) -> None:
@@ -283,6 +323,16 @@ def test_browser_notifies_of_an_error_only_after_the_owner_asked_for_it(
     tab.page.reload()
     box.wait_for()
     assert box.is_checked(), "the choice is kept"
+    second = village.open(context).view("Settings")
+    tab.page.wait_for_timeout(14_000)
+    assert [one.page.evaluate("window.told") for one in (tab, second)] == [[], []], "the error was told before"
+    village.enter(Phase.ERROR, "no_gpu", "The GPU is gone.")
+    wait_for(
+        lambda: tab.page.evaluate("window.told.length") + second.page.evaluate("window.told.length"), 20, "another"
+    )
+    second.page.wait_for_timeout(3_000)
+    told = [one.page.evaluate("window.told") for one in (tab, second)]
+    assert sorted(told) == [[], ["shed needs you: The GPU is gone."]], "one of the tabs tells"
     assert tab.serious() == []
     tab.check()
 
@@ -321,6 +371,17 @@ def test_link_of_the_node_opens_a_locked_tab_and_does_not_stay_in_its_address(
     tab.until_phase("training", word="Training")
     assert tab.token not in tab.page.url
     tab.check()
+
+
+def test_lock_of_one_tab_locks_all_tabs(village: Scene, context: BrowserContext) -> None:
+    first, second = village.open(context), village.open(context)
+    first.view("Settings").button("Lock this page").click()
+    for tab in (first, second):
+        tab.until_phase("locked", word="Locked")
+        assert tab.page.evaluate("sessionStorage.length") == 0
+        tab.page.reload()
+        tab.until_phase("locked", word="Locked")
+        tab.check()
 
 
 def test_keyboard_focus_stays_on_the_actions_when_a_button_disappears(village: Scene, tab: Dashboard) -> None:

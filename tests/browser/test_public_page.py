@@ -51,6 +51,7 @@ def large_run() -> PublicRun:
         loss=3.21,
         state_digest="cd" * 32,
         members=tuple(PublicMember(name=name, tokens_per_second=123.0) for name in names),
+        members_now=5000,
         members_ever=5000,
         leaders=tuple(
             RankedMember(rank=rank + 1, name=name, key=key, tokens=tokens[rank], **given)

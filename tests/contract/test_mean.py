@@ -101,9 +101,12 @@ def test_record_of_a_round_states_when_the_rendezvous_began(swarm: Swarm) -> Non
     time.sleep(1.0)
     nodes[1].offer(torch.ones(1000))
     done = nodes[0].committed()
-    record = make_record(done, 0.1, nodes[0].peer_id, {}, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+    record = make_record(done, 0.1, nodes[0].peer_id, {}, 1, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
     difference_s = (datetime.fromisoformat(record.started_at) - began).total_seconds()
     assert record.seconds.rendezvous > 0.9
+    streaming = make_record(done, 0.1, nodes[0].peer_id, {}, 4, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+    credited = [[member.weight for member in one.members] for one in (record, streaming)]
+    assert credited[1] == [tokens // 4 for tokens in credited[0]] and min(credited[1]) > 0
     assert abs(difference_s) < 0.5
 
 
@@ -124,7 +127,7 @@ def test_all_members_draw_the_same_curves_of_the_run(swarm: Swarm) -> None:
         points = []
         for i, (node, one) in enumerate(zip(nodes, done, strict=True)):
             rate = inner_learning_rate(run, one.tip.state.tokens)
-            record = make_record(one, rate, node.peer_id, {}, blocked_s=i, apply_s=i, moved_bytes=(i, i))
+            record = make_record(one, rate, node.peer_id, {}, 1, blocked_s=i, apply_s=i, moved_bytes=(i, i))
             point = point_of(record)
             assert point is not None
             points.append(point)

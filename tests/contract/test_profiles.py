@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
+
+import pytest
 
 from node.status import Channel
 from node.swarm.identity import new_identity
+from node.swarm.owners import profile_exchange
 from node.swarm.owners.profile import OWN_PROFILE_FILE, machine_profile, owner_profile
 from node.swarm.owners.profile_exchange import PROFILES_FILE, ProfileExchange
 from node.swarm.owners.profile_table import ProfileTable
@@ -60,9 +64,8 @@ def test_profiles_reach_all_and_stay_when_their_owner_has_left(swarm: Swarm, tmp
     late.node.meet([first.node])
     late.node.start_gossip()
     wait_until(lambda: late.name_of(ada.node.peer_id) == "Ada")
-    wait_until((late.folder / PROFILES_FILE).exists)
-    known = json.loads((late.folder / PROFILES_FILE).read_text())["owners"]
-    assert known[box.node.peer_id] == {"key": ada.node.peer_id, "name": "Ada", "team": "Blue"}
+    file, known = late.folder / PROFILES_FILE, {"key": ada.node.peer_id, "name": "Ada", "team": "Blue"}
+    wait_until(lambda: file.exists() and json.loads(file.read_text())["owners"].get(box.node.peer_id) == known)
 
 
 def test_profiles_are_read_from_the_disk_and_a_damaged_file_is_replaced(swarm: Swarm, tmp_path: Path) -> None:
@@ -79,6 +82,25 @@ def test_profiles_are_read_from_the_disk_and_a_damaged_file_is_replaced(swarm: S
     wait_until(lambda: not alone.name_of(alone.node.peer_id))
     (alone.folder / OWN_PROFILE_FILE).write_text(profile.model_dump_json())
     wait_until(lambda: alone.name_of(alone.node.peer_id) == "Ada")
+
+
+def test_a_profile_that_changes_for_ever_is_written_seldom(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def write(_path: Path, text: str, *, forced: bool) -> None:
+        written.append(text)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(profile_exchange, "write_whole", write)
+    (alone,) = members(swarm, 1, tmp_path)
+    own = alone.node.host.identity
+    for number in range(1, 6):
+        profile = owner_profile(own, number, f"Ada {number}", "", own)
+        (alone.folder / OWN_PROFILE_FILE).write_text(profile.model_dump_json())
+        wait_until(lambda name=f"Ada {number}": alone.name_of(own.peer_id) == name)  # type: ignore[misc]
+    assert len(written) == 1
 
 
 def test_hostile_replies_change_nothing_and_are_counted(swarm: Swarm, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from node.worker.credit_file import CreditFile
 from tests.unit.documented_checker import check_all, check_as_a_user, program_text
 from tests.unit.forged_certificates import (
     as_written,
+    changed,
     changed_signatures,
     dishonest_contents,
     resigned,
@@ -369,6 +370,22 @@ def test_invalid_certificate_is_refused_with_the_reason(
     file.write_text(certify(record.model_copy(update={"evidence": fewer}), MEMBERS[0]).model_dump_json())
     assert run("verify", str(file)) == 2
     assert "because fewer than half of the round's contributors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["round", "tokens", "parameters"])
+@pytest.mark.parametrize("number", [2**70, -(2**70), -1])
+def test_impossible_numbers_that_a_member_signs_are_refused_in_one_sentence(
+    record: CreditRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, number: int
+) -> None:
+    member = next(one for one in MEMBERS if one.peer_id in {entry.member for entry in record.table})
+    valid = certify(record, member).model_dump(mode="json")
+    manifest = json.dumps(json.loads(valid["evidence"]["manifest"]) | {"parameters": number})
+    values = {"manifest": manifest} if name == "parameters" else {name: number}
+    file = tmp_path / "file.json"
+    file.write_bytes(as_written(resigned(changed(valid, "evidence", **values), member)))
+    assert run("verify", str(file)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "certificate" in line
 
 
 def test_name_of_the_run_in_a_badge_is_text(record: CreditRecord) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shlex
@@ -104,7 +105,9 @@ def node(tmp_path: Path) -> Iterator[FakeNode]:
         thread.start()
         (tmp_path / "api.json").write_text(json.dumps({"url": f"http://127.0.0.1:{server.server_port}", "pid": 1}))
         (tmp_path / "api-token").write_text(TOKEN + "\n")
-        yield server
+        with (tmp_path / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield server
         server.shutdown()
         thread.join(5)
 
@@ -252,6 +255,19 @@ def test_client_command_says_in_one_sentence_that_no_node_is_running(
     assert call(command, "--data-dir", str(tmp_path)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"diloco-node: No node runs on the data folder {tmp_path}")
+
+
+def test_the_token_is_not_sent_to_a_program_at_the_address_of_a_killed_node(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("status", "--json", "--data-dir", str(tmp_path)) == 0
+    (tmp_path / "lock").rename(tmp_path / "old lock")
+    for leaves_lock in (False, True):
+        if leaves_lock:
+            (tmp_path / "lock").write_text("4711\n")
+        assert call("status", "--data-dir", str(tmp_path)) == 2
+        assert "No node runs on the data folder" in capsys.readouterr().err
+    assert len(node.seen) == 1, "nothing was sent"
 
 
 def test_internal_error_ends_with_exit_code_70(

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from node.cli import main
-from node.config.manifest import ANY_RUN, PROTOCOL_VERSION, parse_invite
+from node.config.manifest import ANY_RUN, PROTOCOL_VERSION, Manifest, parse_invite, read_manifest
 from node.config.schema import Config
 from node.errors import UsageError
 from node.swarm.identity import Identity, new_identity
@@ -254,11 +254,33 @@ def test_runs_with_invalid_or_respelled_manifests_are_dropped_and_other_protocol
             with_manifest(spelled(fields | {"run": deep})),
             with_manifest("[]"),
             with_manifest("[" * 5000),
+            *(with_manifest(f'{{"protocol_version":{text}}}') for text in ("1e400", "Infinity", "NaN", "true", '"3"')),
             with_manifest(spelled(fields | {"protocol_version": PROTOCOL_VERSION + 1})),
         ]
     )
     assert [run.manifest.hash for run in found.runs] == [manifest_of("run").hash]
     assert found.other_protocols == 1
+
+
+def test_a_listing_that_shows_a_bug_of_ours_hides_no_other_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = listing_of("good"), listing_of("bad")
+
+    def read(data: bytes) -> Manifest:
+        if data == bad.manifest.encode():
+            raise OverflowError("cannot convert float infinity to integer")
+        return read_manifest(data)
+
+    monkeypatch.setattr(directory, "read_manifest", read)
+    assert [run.manifest.run.name for run in merge_listings([bad, good]).runs] == ["good"]
+    assert "is skipped" in caplog.text
+
+
+def test_progress_does_not_count_tokens_that_the_founder_has_taken_back() -> None:
+    text = manifest_of("run", total_tokens=4000).model_copy(update={"rewound_tokens": 600}).canonical().decode()
+    (run,) = merge_listings([listing_of("run").model_copy(update={"manifest": text})]).runs
+    assert (run.tokens, run.progress_ratio) == (1000, 0.1)
 
 
 # fit
@@ -386,6 +408,18 @@ def test_run_takes_either_an_invite_or_any(capsys: pytest.CaptureFixture[str]) -
     assert main(["run", "--any", "--join", "diloco1-x"], {}) == 2
     assert "not allowed with argument" in capsys.readouterr().err
     assert main(["relay", "--join", ANY_RUN], {}) == 2
+
+
+def test_no_run_can_take_the_id_of_another_run_as_its_name(
+    listed: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = manifest_of("wanted").hash
+    for name in (wanted[:8], wanted):
+        assert listed(name, listings=[listing_of(name), listing_of("wanted")]) == 0
+        invite = capsys.readouterr().out.split("--join ")[1].strip()
+        assert parse_invite(invite).manifest_hash == wanted
+        assert listed(name, listings=[listing_of(name)]) == 2
+        assert "lists no run" in capsys.readouterr().err
 
 
 def test_find_run_needs_eight_characters_of_an_id() -> None:

@@ -271,6 +271,7 @@ def test_shares_of_peers_count_each_round_once_and_omit_dropped_rounds(tmp_path:
         ("a", 5, 50, 4), ("b", 5, 50, 4),
     ]  # fmt: skip
     database.add_round(make_round(4, head="x4", dropped=2))
+    assert [(s.peer_id, s.rounds, s.last_round) for s in database.shares(9)] == [("a", 3, 2), ("b", 3, 2)]
     database.add_round(make_round(3, head="y3", peers="bc", tokens=7))
     database.close()
     database = HistoryDatabase(tmp_path)

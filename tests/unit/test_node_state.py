@@ -16,6 +16,7 @@ from node.status import (
     NodeInfo,
     Outcome,
     PeerRow,
+    PeersInfo,
     Phase,
     PhaseState,
     Report,
@@ -55,6 +56,27 @@ def test_status_keeps_the_previous_round_until_a_new_worker_knows_its_own() -> N
     assert (state.status.run.round, state.status.run.swarm_tokens) == (7, 70)
     state.apply_report(Report(state=TRAINING, run=RunInfo(manifest_hash="ab", round=6)))
     assert state.status.run.round == 6
+
+
+def test_peers_of_a_dead_worker_are_not_shown_as_live() -> None:
+    now_s = 100.0
+    state = NodeState(NodeInfo(version="1"), {}, state=PhaseState(), clock=lambda: now_s)
+    row = PeerRow(
+        peer_id="a", short_id="a", name="a", phase="training", round=3, tokens_per_second=5.0, transport="direct",
+        version="1", state_digest="", last_seen_s=0.5,
+    )  # fmt: skip
+    report = Report(state=TRAINING, peers=PeersInfo(connected=1, training=2), swarm=(row,))
+    state.set_phase(None)
+    state.apply_report(report)
+    assert [one.last_seen_s for one in state.view(alive=True).swarm] == [0.5]
+    now_s += 20.0
+    assert [one.last_seen_s for one in state.view(alive=True).swarm] == [20.5], "no report comes"
+    state.set_phase(PhaseState(phase=Phase.STARTING, code="worker_crashed"))
+    assert (state.view(alive=True).swarm, state.status.peers) == ((), PeersInfo())
+    state.worker_started()
+    state.apply_report(report)
+    state.set_phase(None)
+    assert (state.view(alive=True).swarm, state.status.peers) == ((row,), report.peers)
 
 
 @pytest.mark.parametrize(("phase", "code"), [(Phase.ERROR, "worker_crashes"), (Phase.PAUSED, "paused")])

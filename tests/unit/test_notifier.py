@@ -70,12 +70,12 @@ class Told:
         self.now_s, self.status = 0.0, make_status()
         self.notifier = Notifier(NotifyConfig(**cfg), folder, lambda: self.status, lambda: self.now_s)
 
-    def show(self, *notices: Notice, phase: Phase = Phase.TRAINING) -> None:
-        self.status = make_status(phase, reason="It failed: see the log.").model_copy(update={"notices": notices})
+    def show(self, *notices: Notice, phase: Phase = Phase.TRAINING, reason: str = "It failed: see the log.") -> None:
+        self.status = make_status(phase, reason=reason).model_copy(update={"notices": notices})
 
     def after(self, seconds: float) -> list[str]:
         self.now_s += seconds
-        return [alert.code for alert in self.notifier.due()]
+        return [alert.code for alert in asyncio.run(self.notifier.due())]
 
 
 def test_alerts_are_errors_warnings_updates_and_a_port_that_nobody_reaches() -> None:
@@ -86,7 +86,7 @@ def test_alerts_are_errors_warnings_updates_and_a_port_that_nobody_reaches() -> 
     )
     update = {"notices": notices, "reachability_code": "not_reached", "reachability_reason": "Publish the port."}
     status = make_status(Phase.ERROR, reason="It failed.").model_copy(update=update)
-    assert alerts_of(status).keys() == {"quota", "newer_version", "error", "unreachable"}
+    assert {alert.code for alert in alerts_of(status).values()} == {"quota", "newer_version", "error", "unreachable"}
     assert alerts_of(make_status()) == {}
 
 
@@ -105,6 +105,27 @@ def test_an_alert_is_told_once_and_again_after_it_was_gone(tmp_path: Path) -> No
     assert told.after(0) == told.after(GONE_S) == []
     told.show(DISK)
     assert told.after(0) == [] and told.after(SETTLE_S) == ["quota"]
+
+
+def test_a_second_error_with_another_reason_is_told_soon_after_the_first_one(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.show(phase=Phase.ERROR, reason="The disk is full.")
+    assert told.after(0) == [] and told.after(SETTLE_S) == ["error"]
+    told.show()
+    assert told.after(5) == []
+    told.show(phase=Phase.ERROR, reason="The disk is full.")
+    assert told.after(0) == told.after(SETTLE_S) == [], "it was hardly gone"
+    told.show(phase=Phase.ERROR, reason="The GPU is gone.")
+    assert told.after(0) == [] and told.after(SETTLE_S) == ["error"]
+
+
+def test_what_was_told_is_not_written_on_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    monkeypatch.setattr(notifier, "write_whole", lambda *_, **__: threads.append(threading.current_thread()))
+    told = Told(tmp_path)
+    told.show(DISK)
+    assert told.after(0) == [] and told.after(SETTLE_S) == ["quota"]
+    assert threads and threading.main_thread() not in threads
 
 
 def test_a_restart_does_not_repeat_what_was_told(tmp_path: Path) -> None:

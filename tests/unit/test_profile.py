@@ -139,6 +139,19 @@ def test_full_table_keeps_those_who_gave_something_and_their_owners() -> None:
     assert tables[0].digests == tables[1].digests
 
 
+def test_profiles_that_a_full_table_does_not_keep_are_no_change() -> None:
+    """Otherwise a peer that sends them makes the node write its file for ever."""
+    strangers = [owner_profile(new_identity(), 1, "x", "", JOINING).document for _ in range(40)]
+    table = table_of(*strangers, OF_ADA, credited=[ADA.peer_id], most=12)
+    changes, digests = table.changes, table.digests
+    for _ in range(3):
+        table.merge(strangers)
+    assert (table.changes, table.digests) == (changes, digests)
+    newer = owner_profile(ADA, 99, "Ada L.", "", JOINING).document
+    table.merge([newer, *strangers])
+    assert table.changes == changes + 1 and table.owner_of(ADA.peer_id).name == "Ada L."
+
+
 def test_longest_profile_is_accepted_and_a_padded_one_refused() -> None:
     longest = sign(BOX, Profile(number=2**53 - 1, name="\U0001f680" * 40, team="x" * 40, joining_key=JOINING.peer_id,
                                 owner=ADA.peer_id, consent="a" * 128))  # fmt: skip

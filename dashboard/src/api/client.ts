@@ -79,9 +79,26 @@ export async function openSession(token: string): Promise<void> {
   tokenStore.set(token);
 }
 
+/** The channel on which the tabs of this page tell each other that it is locked. */
+const LOCK = "diloco-lock";
+
+/** Ends the session, which all tabs share, and makes all of them forget the token. */
 export async function closeSession(): Promise<void> {
+  const tabs = new BroadcastChannel(LOCK);
+  tabs.postMessage("closing");
   tokenStore.set(null);
-  await send("DELETE", "/api/v1/session");
+  await send("DELETE", "/api/v1/session").finally(() => {
+    tabs.postMessage("closed");
+    tabs.close();
+  });
+}
+
+/** Forgets the token when this or another tab locks the page, and runs `then` when the session has ended. */
+export function followLock(then: () => void): void {
+  new BroadcastChannel(LOCK).addEventListener("message", ({ data }) => {
+    tokenStore.set(null);
+    if (data === "closed") then();
+  });
 }
 
 let pendingSession: Promise<void> | null = null;

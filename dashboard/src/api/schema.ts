@@ -254,6 +254,7 @@ export interface PublicRun {
   loss: number | null;
   state_digest: string;
   members: PublicMember[];
+  members_now: number;
   members_ever: number;
   leaders: RankedMember[];
   owners: RankedOwner[];

@@ -24,9 +24,16 @@ interface Props<Row> {
   rowClass?(row: Row): string | undefined;
 }
 
+/** A table shows this many rows at first: a browser is busy for seconds with those of a thousand peers. */
+export const ROWS_SHOWN = 100;
+
 export function Table<Row>({ caption, columns, rows, id, first, empty, rowClass }: Props<Row>) {
   const [order, setOrder] = useState(first);
+  const [whole, setWhole] = useState(false);
   const by = columns.find((column) => column.id === order.column) ?? (columns[0] as Column<Row>);
+  const all = sorted(rows, by.key, order.descending);
+  // The row of this node is shown at any place.
+  const shown = whole ? all : all.filter((row, at) => at < ROWS_SHOWN || rowClass?.(row) === "marked");
   return (
     <div class="scroller" tabIndex={0} role="region" aria-label={`${caption}, table`}>
       <table>
@@ -39,7 +46,7 @@ export function Table<Row>({ caption, columns, rows, id, first, empty, rowClass 
           </tr>
         </thead>
         <tbody>
-          {sorted(rows, by.key, order.descending).map((row) => (
+          {shown.map((row) => (
             <tr key={id(row)} class={rowClass?.(row)}>
               {columns.map((column, at) => {
                 const cell = column.cell ? column.cell(row) : String(column.key(row) ?? "");
@@ -55,6 +62,11 @@ export function Table<Row>({ caption, columns, rows, id, first, empty, rowClass 
         </tbody>
       </table>
       {!rows.length && <p class="empty">{empty}</p>}
+      {shown.length < rows.length && (
+        <button type="button" class="button" onClick={() => setWhole(true)}>
+          Show all {rows.length}
+        </button>
+      )}
     </div>
   );
 }

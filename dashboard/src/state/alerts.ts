@@ -31,13 +31,22 @@ export function alertsOf(status: Status): Alert[] {
   return alerts;
 }
 
+/** What identifies an alert. Errors with different reasons are different alerts. */
+const keyOf = ({ code, text }: Alert): string => (code === "error" ? `${code}: ${text}` : code);
+
 export class AlertWatch {
+  /** Keys of the alerts that were told and are not gone. */
+  readonly told: Set<string>;
   private readonly since = new Map<string, number>();
   private readonly goneSince = new Map<string, number>();
-  private readonly told = new Set<string>();
   private lostSince: number | null = null;
   /** Whether the node said that it ends, so it is not expected to answer. */
   private ended = false;
+
+  /** `told` is what an earlier watch of the same node has told. */
+  constructor(told: Iterable<string> = []) {
+    this.told = new Set(told);
+  }
 
   /** The alerts to tell now, for the newest status; null means that the node did not answer. */
   next(status: Status | null, now: number): Alert[] {
@@ -50,28 +59,29 @@ export class AlertWatch {
     this.told.delete("offline");
     this.ended = status.final;
     const present = alertsOf(status);
-    const codes = new Set(present.map(({ code }) => code));
-    for (const code of this.since.keys()) if (!codes.has(code)) this.since.delete(code);
-    for (const code of codes) if (!this.since.has(code)) this.since.set(code, now);
-    for (const code of this.told) {
-      if (codes.has(code)) this.goneSince.delete(code);
-      else if (!this.goneSince.has(code)) this.goneSince.set(code, now);
+    const keys = new Set(present.map(keyOf));
+    for (const key of this.since.keys()) if (!keys.has(key)) this.since.delete(key);
+    for (const key of keys) if (!this.since.has(key)) this.since.set(key, now);
+    for (const key of this.told) {
+      if (keys.has(key)) this.goneSince.delete(key);
+      else if (!this.goneSince.has(key)) this.goneSince.set(key, now);
     }
-    for (const [code, from] of this.goneSince) {
+    for (const [key, from] of this.goneSince) {
       if (now - from < GONE_MS) continue;
-      this.goneSince.delete(code);
-      this.told.delete(code);
+      this.goneSince.delete(key);
+      this.told.delete(key);
     }
-    const due = present.filter(({ code }) => !this.told.has(code) && now - (this.since.get(code) ?? now) >= SETTLE_MS);
-    for (const { code } of due) this.told.add(code);
+    const due = present.filter((alert) => !this.told.has(keyOf(alert)) && now - (this.since.get(keyOf(alert)) ?? now) >= SETTLE_MS);
+    for (const alert of due) this.told.add(keyOf(alert));
     return due;
   }
 }
 
 /** Shows a notification. Browsers that allow none from a page throw. */
-export function notify(node: string, { code, text }: Alert): void {
+export function notify(node: string, alert: Alert): void {
   try {
-    const shown = new Notification(`${cleanName(node, 40)} needs you`, { body: clean(text).replaceAll("`", ""), tag: `diloco-${code}` });
+    const body = clean(alert.text).replaceAll("`", "");
+    const shown = new Notification(`${cleanName(node, 40)} needs you`, { body, tag: `diloco-${keyOf(alert)}` });
     shown.onclick = () => {
       focus();
       shown.close();

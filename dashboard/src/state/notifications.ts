@@ -1,6 +1,9 @@
-/** The user's choice of browser notifications, and the watch that sends them, also while the tab is hidden. */
+/** The user's choice of browser notifications, and the watch that sends them, also while the tab is hidden.
+ *
+ * Of all tabs of the page one tells. What was told is kept in the browser, so a reload or another tab does not repeat it.
+ */
 
-import { effect, signal } from "@preact/signals";
+import { computed, effect, signal } from "@preact/signals";
 import { api, ApiError } from "../api/client";
 import type { Status } from "../api/schema";
 import { AlertWatch, HIDDEN_MS, notify } from "./alerts";
@@ -37,21 +40,67 @@ export async function enable(on: boolean): Promise<void> {
   }
 }
 
-export function startNotifications(): void {
-  const watch = new AlertWatch();
-  const look = (news: Status | null) => {
-    for (const alert of watch.next(news, Date.now())) notify(status.peek()?.node.name ?? "diloco-node", alert);
+/** The name of what is kept about one node. A tunnel may show several nodes under one address. */
+const toldKey = (peer: string): string => `diloco-told-${peer}`;
+
+function readTold(peer: string): string[] {
+  try {
+    const found: unknown = JSON.parse(localStorage.getItem(toldKey(peer)) ?? "[]");
+    return Array.isArray(found) ? found.filter((key) => typeof key === "string") : [];
+  } catch {
+    return [];
+  }
+}
+
+/** Calls `tell(true)` as soon as no other tab holds the lock, and `tell(false)` at the end. Returns what ends it. */
+function holdLock(tell: (isHeld: boolean) => void): () => void {
+  const waiting = new AbortController();
+  let release = () => {};
+  const held = navigator.locks.request(KEY, { signal: waiting.signal }, () => {
+    tell(true);
+    return new Promise<void>((resolve) => (release = resolve));
+  });
+  held.catch(() => {}); // The wait was ended.
+  return () => {
+    waiting.abort();
+    release();
+    tell(false);
   };
-  const isOn = () => enabled.value && permission.value === "granted";
+}
+
+export function startNotifications(): void {
+  let watch = new AlertWatch();
+  let peer = "";
+  let kept = "";
+  const look = (news: Status | null) => {
+    const { peer_id, name } = (news ?? status.peek())?.node ?? { peer_id: peer, name: "diloco-node" };
+    if (peer_id !== peer) {
+      peer = peer_id;
+      watch = new AlertWatch(readTold(peer));
+    }
+    for (const alert of watch.next(news, Date.now())) notify(name, alert);
+    const told = JSON.stringify([...watch.told]);
+    if (told === kept) return;
+    kept = told;
+    try {
+      localStorage.setItem(toldKey(peer), told);
+    } catch {
+      // Without storage a reload repeats a lasting alert.
+    }
+  };
+  const isWanted = computed(() => enabled.value && permission.value === "granted" && link.value !== "locked");
+  const isTeller = signal(false);
+  const isOn = () => isWanted.value && isTeller.value;
+  effect(() => (isWanted.value ? holdLock((isHeld) => (isTeller.value = isHeld)) : undefined));
   effect(() => {
-    if (!isOn() || !visible.value || link.value === "locked" || link.value === "opening") return;
+    if (!isOn() || !visible.value || link.value === "opening") return;
     void now.value; // Once a second, because alerts are told after some time.
     if (link.value === "lost") look(null);
     else if (status.value) look(status.value);
   });
   // A hidden tab has no event stream. It asks once a minute, and again soon if something is new.
   effect(() => {
-    if (!isOn() || visible.value || link.peek() === "locked") return;
+    if (!isOn() || visible.value) return;
     const timer = setInterval(() => {
       // A node that refuses the session does answer.
       api.status().then(look, (error: unknown) => error instanceof ApiError || look(null));

@@ -56,7 +56,7 @@ export function RunCard() {
 
 /** How many members take part now. */
 function membersNow(own: Status | null, run: PublicRun): string {
-  if (!own) return count(run.members.length);
+  if (!own) return count(run.members_now);
   return isOutside(own) ? NONE : count(own.peers.training);
 }
 
@@ -65,7 +65,9 @@ function Whole({ run }: { run: PublicRun }) {
   const share = Math.min(1, Math.max(0, run.progress_ratio));
   const left =
     run.state === "complete" ? "The run is complete. Thank you."
-    : status.value?.run.is_paused ? "The run is paused."
+    : status.value?.run.is_paused || run.state === "paused" ? "The run is paused."
+    : run.state === "waiting" ? "The run waits for members."
+    : run.state === "unknown" ? "This node does not see the run now."
     : timeLeft(run.ends_at, Date.now());
   return (
     <div class="whole">

@@ -111,15 +111,7 @@ export function Settings() {
       {status.value && <About />}
       <Section title="This browser" id="browser">
         <Notifications />
-        <button
-          type="button"
-          class="button"
-          onClick={async () => {
-            await closeSession().catch(() => undefined);
-            setDrafts({});
-            location.reload();
-          }}
-        >
+        <button type="button" class="button" onClick={() => void closeSession().catch(() => undefined)}>
           Lock this page
         </button>
       </Section>

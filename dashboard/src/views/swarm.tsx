@@ -1,8 +1,8 @@
 /** The other members, their contributions, and the rounds. Shows no addresses. */
 
-import { useSignal } from "@preact/signals";
+import { computed, type Signal, useSignal } from "@preact/signals";
 import { api } from "../api/client";
-import type { Contribution, DepartedPeer, PeerRow, RoundRecord, Status, Swarm as SwarmTable } from "../api/schema";
+import type { Contribution, DepartedPeer, PeerRow, RoundRecord, Swarm as SwarmTable } from "../api/schema";
 import { type Column, Table } from "../components/table";
 import { Fact, Name, Section } from "../components/text";
 import { brief, count, many, moment, NONE, percent, tokensPerSecond } from "../format/format";
@@ -17,11 +17,16 @@ const PEERS_MS = 3_000;
 const RECORDS_MS = 30_000;
 const ROUNDS_SHOWN = 50;
 
+// The status changes once a second. A view of a large swarm is drawn again only if one of these changes.
+const relay = computed(() => status.value !== null && isRelay(status.value));
+const outside = computed(() => status.value !== null && isOutside(status.value));
+const runName = computed(() => status.value?.run.name ?? "");
+const newest = computed(() => `${status.value?.sync.last?.round}/${status.value?.sync.last?.outcome}`);
+const ownPhase = computed(() => (relay.value ? "relaying" : (status.value?.phase ?? null)));
+const ownRound = computed(() => status.value?.run.round ?? null);
+
 export function Swarm() {
-  const relay = status.value !== null && isRelay(status.value);
-  const outside = status.value !== null && isOutside(status.value);
   const swarm = useSignal<SwarmTable | null>(null);
-  const peers = outside ? [] : (swarm.value?.peers ?? null);
   const rounds = useSignal<RoundRecord[] | null>(null);
   const contributions = useSignal<Contribution[] | null>(null);
 
@@ -33,59 +38,69 @@ export function Swarm() {
     [reconnects.value],
   );
   // Reload when the status has a new round.
-  const newest = status.value?.sync.last;
   usePolling(
     async () => {
       rounds.value = await api.rounds(ROUNDS_SHOWN);
       contributions.value = await api.contributions().catch(() => contributions.peek());
     },
     RECORDS_MS,
-    [reconnects.value, newest?.round, newest?.outcome],
+    [reconnects.value, newest.value],
   );
 
   return (
     <>
-      <h1 class="title">
-        Swarm {status.value?.run.name && <small>{cleanName(status.value.run.name, 48)}</small>}
-      </h1>
-      <Sums peers={outside ? null : peers} />
+      <h1 class="title">Swarm {runName.value && <small>{cleanName(runName.value, 48)}</small>}</h1>
+      <Sums swarm={swarm} />
       <Section title="Rounds" id="rounds-title">
-        {relay ? (
+        {relay.value ? (
           <p class="plain" data-testid="rounds">
             A relay does not take part in rounds. The dashboard of a member shows the rounds.
           </p>
         ) : (
-          <Rounds rounds={rounds.value} />
+          <RoundsOf rounds={rounds} />
         )}
       </Section>
       <Section title="Peers" id="peers">
-        <Table
-          caption="Peers"
-          columns={PEERS}
-          rows={[...withOwnStatus(peers ?? [], status.value), ...(outside ? [] : (swarm.value?.departed ?? [])).map(asRow)]}
-          id={(peer) => peer.peer_id}
-          first={{ column: "tokens_per_second", descending: true }}
-          rowClass={(peer) => (peer.gone ? "departed" : peer.this_node ? "marked" : undefined)}
-          empty={outside ? "This node is not in the swarm." : peers === null ? "Loading." : "No members yet. Send the invite to someone, who can then join this run."}
-        />
+        <Peers swarm={swarm} />
       </Section>
-      {!relay && (
+      {!relay.value && (
         <Section title="Contributions" id="contributions">
-          <Table
-            caption="Contributions"
-            columns={CONTRIBUTIONS}
-            rows={contributions.value ?? []}
-            id={(one) => one.peer_id}
-            first={{ column: "tokens", descending: true }}
-            rowClass={(one) => (one.this_node ? "marked" : undefined)}
-            empty="No round yet."
-          />
+          <Contributions contributions={contributions} />
         </Section>
       )}
-      <Charts specs={relay ? RELAY_SWARM_CHARTS : SWARM_CHARTS} />
+      <Charts specs={relay.value ? RELAY_SWARM_CHARTS : SWARM_CHARTS} />
     </>
   );
 }
+
+const RoundsOf = ({ rounds }: { rounds: Signal<RoundRecord[] | null> }) => <Rounds rounds={rounds.value} />;
+
+function Peers({ swarm }: { swarm: Signal<SwarmTable | null> }) {
+  const { peers, departed } = swarm.value ?? { peers: null, departed: [] };
+  return (
+    <Table
+      caption="Peers"
+      columns={PEERS}
+      rows={outside.value ? [] : [...withOwnStatus(peers ?? []), ...(departed ?? []).map(asRow)]}
+      id={(peer) => peer.peer_id}
+      first={{ column: "tokens_per_second", descending: true }}
+      rowClass={(peer) => (peer.gone ? "departed" : peer.this_node ? "marked" : undefined)}
+      empty={outside.value ? "This node is not in the swarm." : peers === null ? "Loading." : "No members yet. Send the invite to someone, who can then join this run."}
+    />
+  );
+}
+
+const Contributions = ({ contributions }: { contributions: Signal<Contribution[] | null> }) => (
+  <Table
+    caption="Contributions"
+    columns={CONTRIBUTIONS}
+    rows={contributions.value ?? []}
+    id={(one) => one.peer_id}
+    first={{ column: "tokens", descending: true }}
+    rowClass={(one) => (one.this_node ? "marked" : undefined)}
+    empty="No round yet."
+  />
+);
 
 /** A row of the peer table. A peer that departed within the last hour stays in it, in grey. */
 type Row = PeerRow & { gone?: DepartedPeer };
@@ -93,17 +108,18 @@ type Row = PeerRow & { gone?: DepartedPeer };
 /** What a departed peer did before does not count any more, so its row has no figures and comes last. */
 function asRow(gone: DepartedPeer): Row {
   const none = { phase: "", round: -1, tokens_per_second: Number.NaN, compute_utilization_ratio: null, digest_agrees: null };
-  return { ...gone.peer, ...none, transport: "", last_seen_s: (now.value - (moment(gone.at) ?? now.value)) / 1000, gone };
+  return { ...gone.peer, ...none, transport: "", last_seen_s: (now.peek() - (moment(gone.at) ?? now.peek())) / 1000, gone };
 }
 
 /** Updates this node's row from its status, which is some seconds newer than the peer table. */
-function withOwnStatus(peers: PeerRow[], own: Status | null): Row[] {
-  if (!own) return peers;
-  const mine = { phase: isRelay(own) ? "relaying" : own.phase, round: own.run.round };
-  return peers.map((peer) => (peer.this_node ? { ...peer, ...mine } : peer));
+function withOwnStatus(peers: PeerRow[]): Row[] {
+  const phase = ownPhase.value;
+  const round = ownRound.value;
+  return peers.map((peer) => (peer.this_node ? { ...peer, phase: phase ?? peer.phase, round: round ?? peer.round } : peer));
 }
 
-function Sums({ peers }: { peers: PeerRow[] | null }) {
+function Sums({ swarm }: { swarm: Signal<SwarmTable | null> }) {
+  const peers = outside.value ? null : (swarm.value?.peers ?? null);
   const run = status.value?.run;
   // While the run is paused, members report the speed that they had before.
   const working = run?.is_paused ? [] : (peers ?? []).filter((peer) => peer.phase === "training" || peer.phase === "syncing");

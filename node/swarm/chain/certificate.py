@@ -55,8 +55,8 @@ class StateEvidence(Content):
     kind_name = "evidence for a state"
     manifest: str = Field(max_length=2**20)
     """The canonical text of the run's manifest. Its SHA-256 is the id of the run."""
-    round: int = Field(ge=0)
-    tokens: int = Field(ge=0)
+    round: int = Field(ge=0, lt=2**63)
+    tokens: int = Field(ge=0, lt=2**64)
     leaves: Hex64
     """The hash of all leaves of the state (`digest.leaves_hash`)."""
     amendments: str = Field("", max_length=MOST_LIST_BYTES)
@@ -158,7 +158,10 @@ def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -
     parameters, min_peers, name = _facts(evidence)
     leaves = bytes.fromhex(evidence.leaves)
     amendments = evidence.amendments.encode()
-    digest = root_digest_of(evidence.round, evidence.tokens, parameters, leaves, credit_root, amendments)
+    try:
+        digest = root_digest_of(evidence.round, evidence.tokens, parameters, leaves, credit_root, amendments)
+    except ValueError as exc:
+        raise PeerError("its manifest has an impossible number of parameters") from exc
     outcome = read(proof.outcome, RoundOutcome)
     if outcome.round != evidence.round or outcome.plan.run != run:
         raise PeerError("the outcome is of another round or run")

@@ -234,7 +234,9 @@ class ListedRun:
 
     @property
     def progress_ratio(self) -> float:
-        return min(1.0, self.tokens / self.manifest.run.total_tokens)
+        """The share of the run's tokens that is trained, without the tokens that the founder has taken back."""
+        done = self.tokens - self.manifest.rewound_tokens
+        return min(1.0, max(0.0, done / self.manifest.run.total_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +262,10 @@ def merge_listings(listings: Iterable[Listing]) -> RunDirectory:
             continue
         except ManifestError as exc:
             logger.debug("The directory holds an invalid manifest: %s", exc)
+            continue
+        except Exception:
+            # A stranger's manifest has found a bug of ours. It must not hide all other runs.
+            logger.warning("A manifest in the directory is skipped, because reading it failed.", exc_info=True)
             continue
         if manifest.hash != digest:
             continue  # Another spelling of a manifest is no run.

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,8 @@ PROFILES_FILE = "profiles.json"
 """Name of the file in the data folder with all profiles, and the owner of each key for the commands and the API."""
 INTERVAL_S = 10.0
 CALL_S = 5.0
+MOST_LOAD_RATIO = 0.001
+"""Writing the file takes at most this share of the time, so a peer that changes its profile for ever costs little."""
 AT_ONCE = 64
 """Profiles to verify before other work of the event loop is done. Thousands of signatures take a second."""
 MAX_REPLY_BYTES = 128 * 2**10
@@ -51,6 +54,8 @@ class ProfileExchange:
         self._own: Document | None = None
         self._is_own_damaged = False
         self._saved_changes = 0
+        self._next_save_s = 0.0
+        """When the file may be written again, on the event loop's clock."""
         service = Service(self._answer, Channel.DHT, BUCKETS * DIGEST_BYTES, per_caller=2, admits=peer_table.knows)
         wire.serve({"profiles": service})
 
@@ -136,7 +141,8 @@ class ProfileExchange:
             return []
 
     async def _save(self) -> None:
-        if self._saved_changes == self.table.changes:
+        loop = asyncio.get_running_loop()
+        if self._saved_changes == self.table.changes or loop.time() < self._next_save_s:
             return
         self._saved_changes = self.table.changes
         owners = {}
@@ -145,11 +151,14 @@ class ProfileExchange:
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
         content = {"documents": [document.model_dump() for document in self.table.documents], "owners": owners}
-        await asyncio.to_thread(self._write_file, content)
+        took_s = await asyncio.to_thread(self._write_file, content)
+        self._next_save_s = loop.time() + took_s / MOST_LOAD_RATIO
 
-    def _write_file(self, content: object) -> None:
-        path = self._folder / PROFILES_FILE
+    def _write_file(self, content: object) -> float:
+        """Write the file. Returns the seconds that it took."""
+        path, began_s = self._folder / PROFILES_FILE, time.perf_counter()
         try:
             write_whole(path, json.dumps(content, ensure_ascii=False), forced=False)
         except OSError as exc:
             logger.warning("The profiles could not be written to %s: %s", path, exc.strerror)
+        return time.perf_counter() - began_s

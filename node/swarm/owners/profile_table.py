@@ -22,7 +22,7 @@ class ProfileTable:
         self._own_key, self._credited, self._most = own_key, credited, most
         self._entries: dict[str, tuple[Document, Profile]] = {}
         self.changes = 0
-        """How often the table has changed."""
+        """How often the table has changed. A profile that a full table does not keep changes nothing."""
         self._digests: tuple[int, bytes] = (-1, b"")
         """The number of changes at which the digests were computed, and the digests."""
 
@@ -37,7 +37,7 @@ class ProfileTable:
 
     def merge(self, documents: Iterable[Document]) -> list[PeerError]:
         """Take over the profiles that are valid and newer than the known ones. Returns the faults of invalid ones."""
-        faults = []
+        faults, before = [], dict(self._entries)
         for document in documents:
             known = self._entries.get(document.signer)
             if known is not None and known[0].text == document.text:
@@ -49,8 +49,8 @@ class ProfileTable:
                 continue
             if known is None or _order(document, profile) > _order(*known):
                 self._entries[document.signer] = document, profile
-                self.changes += 1
         self._give_up()
+        self.changes += self._entries != before
         return faults
 
     def _give_up(self) -> None:
@@ -64,7 +64,6 @@ class ProfileTable:
         order = sorted(self._entries, key=lambda key: (key in needed, hashlib.sha256(key.encode()).digest()))
         for key in order[:count]:
             del self._entries[key]
-        self.changes += 1
 
     # comparing with another table
 
