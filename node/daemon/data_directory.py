@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
@@ -34,6 +35,8 @@ DISK_KINDS = ("checkpoints", "history", "cache", "logs", "metrics")
 TOKEN_LENGTH_MIN = 32
 """A shorter token could be guessed. Generated tokens have 43 characters (256 bits)."""
 DISK_INTERVAL_S = 10.0
+LOCK_PATIENCE_S = 0.5
+"""A command holds the folder's lock for a moment to see whether a node runs (`commands.client`)."""
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -287,16 +290,22 @@ def _require_own(path: Path, found: os.stat_result) -> None:
 def _lock(path: Path) -> int:
     """Lock the file with flock, which ends with the process even after a kill. The file holds the process id."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as exc:
-        holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise DataFolderError(
-            f"Another node (process {holder}) runs in the data folder {path.parent}: "
-            "end it with `diloco-node leave`, or choose another folder with --data-dir.",
-            code="folder_locked",
-        ) from exc
+    until_s = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as exc:
+            if time.monotonic() < until_s:
+                time.sleep(LOCK_PATIENCE_S / 10)
+                continue
+            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise DataFolderError(
+                f"Another node (process {holder}) runs in the data folder {path.parent}: "
+                "end it with `diloco-node leave`, or choose another folder with --data-dir.",
+                code="folder_locked",
+            ) from exc
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
     return fd

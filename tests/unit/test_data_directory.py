@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
 import stat
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from node.daemon.data_directory import COUNTERS_FILE, DataDirectory, OwnerRequest
+from node.daemon.data_directory import COUNTERS_FILE, LOCK_PATIENCE_S, DataDirectory, OwnerRequest
 from node.errors import DataFolderError, RestartError
 from node.status import Activity, Counters, SavedCounters
 
@@ -44,6 +46,18 @@ def test_second_node_on_a_data_directory_is_refused_and_the_error_names_the_firs
         DataDirectory.open(tmp_path)
     assert (caught.value.exit_code, caught.value.code) == (2, "folder_locked")
     DataDirectory.open(tmp_path).close()
+
+
+def test_node_starts_although_a_command_looks_at_the_lock(tmp_path: Path) -> None:
+    with DataDirectory.open(tmp_path):
+        pass
+    looking = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    timer = threading.Timer(LOCK_PATIENCE_S / 4, os.close, [looking])
+    timer.start()
+    with DataDirectory.open(tmp_path) as directory:
+        assert directory.token
+    timer.join()
 
 
 def test_data_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
