@@ -1,4 +1,4 @@
-"""Who gave how much to the run: by machine, by owner and by team."""
+"""Ranks contributions to the run by machine, owner and team."""
 
 from __future__ import annotations
 

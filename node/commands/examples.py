@@ -18,7 +18,7 @@ EXAMPLES = {
   diloco-node steer pause --from-round 120                       # from round 120 on, nobody trains
   diloco-node steer resume
   diloco-node steer rollback 96           # parameters and momentum of round 96 come back
-  diloco-node steer stop                  # all nodes export the model and stop
+  diloco-node steer stop                  # the run is complete, and all nodes stop
 If the run needs several signatures:
   diloco-node steer amend inner.lr=2e-4 --out change.json
   diloco-node steer sign change.json      # by each of the others

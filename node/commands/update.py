@@ -1,7 +1,7 @@
 """`update`: checks a signed release file, and installs its wheel only if told to.
 
-Nothing in this program calls it by itself. The wheel is checked before it is given to pip; what pip downloads for it
-besides is not.
+Nothing calls it automatically. It checks the wheel before pip installs it, but not the packages that pip downloads in
+addition.
 """
 
 from __future__ import annotations

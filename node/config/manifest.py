@@ -402,7 +402,7 @@ class RunConfig(Section):
     purpose: Annotated[str, Field(max_length=2000), AfterValidator(_check_purpose)] = ""
     """What the run is for, in the founder's words, as its public page shows it."""
     total_tokens: int = Field(2_000_000_000, ge=1, le=MOST_TOKENS)
-    """Tokens of the whole swarm after which nodes export the model and stop. The learning-rate schedule ends there."""
+    """Tokens of the whole swarm after which the run is complete. The learning-rate schedule ends there."""
     phases: Annotated[tuple[PhaseConfig, ...], Field(max_length=MOST_PHASES)] = ()
     """Changes of the learning rate and of the mix of sources in mid-run, as tables [[run.phases]] with `from_tokens`
     and one or more of `lr_ratio`, `schedule`, `warmup_tokens` and `weights`; as a flag, a JSON list of such objects."""

@@ -1,8 +1,7 @@
 """Tells the owner that the node needs them: to a webhook, an ntfy topic, or a command of theirs.
 
-An alert is told once when it has lasted for SETTLE_S, and again only after it was gone for GONE_S. What was told is
-kept in a file, so a restart does not repeat it. Each receiver has a thread of its own, so one that hangs or refuses
-holds up nothing.
+It sends an alert once the alert has lasted for SETTLE_S, and again only after it was absent for GONE_S. A file records
+the sent alerts, so a restart does not repeat them. Each receiver has its own thread, so a slow one delays no other.
 """
 
 from __future__ import annotations

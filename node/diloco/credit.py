@@ -1,7 +1,7 @@
 """Credit: the tokens and rounds that each member has contributed, as a Merkle tree under the digest of the outer state.
 
-The table follows from the committed rounds alone, so all nodes have the same one, and it survives what the state
-survives. The tokens of all entries add up to the tokens of the state.
+The table follows from the committed rounds alone, so all nodes have the same one. It is stored and transferred with the
+state. The tokens of all entries add up to the tokens of the state.
 
 An entry is encoded as 1 byte of length, the member's id (38 bytes of a libp2p peer id), and 24 bytes of numbers.
 Entries are in the order of these ids. The tree has their BLAKE3 hashes as leaves. A node is the hash of its two

@@ -1,8 +1,8 @@
 """Publishes the rounds that wait for it, one after the other, oldest first.
 
-Every member with `publish.to` has the same rounds waiting, and its turn. Whoever finds a round published forgets it, so
-a publisher that dies is followed by the next. A round is forgotten only then, so a killed publisher that starts again
-goes on where it was.
+Every member with `publish.to` queues the same rounds and has a turn. It removes a round from its queue only after it
+has seen the round published. So a killed publisher continues after its restart, and the next member replaces one that
+is gone.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class SwarmThread:
         await asyncio.wait([watch, closing], return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and (error := watch.exception()) is not None:
             if not isinstance(error, SwarmError):
-                logger.error("The swarm's thread ended by an error of this program.", exc_info=error)
+                logger.error("The swarm thread stopped because of a bug in this program.", exc_info=error)
             self._failure = SwarmError(f"The swarm's thread ended: {error}")
             self.mailbox.put(self._failure)
         watch.cancel()

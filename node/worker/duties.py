@@ -1,4 +1,4 @@
-"""What a member does with some rounds after their commit, beside training: publish them, and evaluate them on tasks."""
+"""Work after a commit that is not training: publication and evaluation on tasks."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ export const PRESETS: Preset[] = [
     label: "Full",
     share: 1,
     values: { "limits.upload_mbit_s": 0, "limits.download_mbit_s": 0, "swarm.relay_mbit_s": 0, "schedule.user_active": "run" },
-    text: () => "Everything that this machine and its line can give.",
+    text: () => "All cores, and no limit on bandwidth.",
   },
 ];
 

@@ -21,7 +21,7 @@ ANCHOR_SEEDS = 10
 """Seeds of the claims whose limit is narrow."""
 
 
-MUON = BASE.but(inner="muon", inner_lr=8e-3)
+MUON = BASE.but(inner="muon", inner_lr=16e-3)
 OUTER_SGD = BASE.but(optimizer="sgd")
 OUTER_MOMENTUM = BASE.but(optimizer="momentum")
 OUTER_ADAM = BASE.but(optimizer="adam", outer_lr=0.003)
@@ -746,7 +746,7 @@ GRIDS: dict[str, list[Arm]] = {
     ],
     "serial, inner rate": [SERIAL.but(inner_lr=lr) for lr in (1e-3, 2e-3, 4e-3)],
     "data parallel, inner rate": [DATA_PARALLEL.but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3, 16e-3)],
-    "Muon, inner rate": [MUON.but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3, 16e-3)],
+    "Muon, inner rate": [MUON.but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)],
     "one batch of 32, inner rate": [at_equal_tokens(1).but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3)],
     "two workers with 16 each, inner rate": [at_equal_tokens(2).but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3)],
     "outer SGD": [OUTER_SGD.but(outer_lr=lr) for lr in (0.7, 1.0, 1.5, 2.0)],
