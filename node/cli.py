@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     try:
         call = _read_call(sys.argv[1:] if argv is None else argv, environ)
         is_debug = call.loaded.config.log.level == "debug"
-        is_beside = argv is None and call.args.command_function in (_evaluate, _generate, _serve)
+        is_beside = argv is None and call.args.command_function in (_evaluate, _serve)
         code: int = (_run_beside_training if is_beside else call.args.command_function)(call)
     except NodeError as exc:
         print(f"diloco-node: {exc}", file=sys.stderr)
@@ -893,6 +893,9 @@ def _evaluate(call: Call) -> int:
 
 
 def _generate(call: Call) -> int:
+    from node.daemon.worker_process import WORKER_ENVIRONMENT
+
+    os.environ.update(WORKER_ENVIRONMENT | os.environ)  # Before torch is imported: its threads must not spin.
     from node.commands.generate import generate
 
     args = call.args

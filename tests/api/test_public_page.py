@@ -36,6 +36,7 @@ from node.status import (
 from tests.api.conftest import BUILD, TOKEN, FakeNode, HttpClient
 
 NOW = datetime.now(UTC).replace(microsecond=0)
+"""The moment at which the test began."""
 EVIL = "<script>alert(1)</script>\"'&"
 OWN, OTHER = "203.0.113.5", "198.51.100.7"
 """Addresses: what this node's owner announces, and another member's."""
@@ -51,6 +52,12 @@ MANIFEST = Manifest(
 INVITE = Invite(
     "ef" * 32, tuple(f"/ip4/{host}/tcp/31337/p2p/{key}" for host, key in ((OWN, KEYS[0]), (OTHER, KEYS[1])))
 )
+
+
+@pytest.fixture(autouse=True)
+def _now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page forecasts no end if the newest round is old, so the rounds must not be as old as this process."""
+    monkeypatch.setitem(globals(), "NOW", datetime.now(UTC).replace(microsecond=0))
 
 
 def record(number: int, loss: float | None = None) -> RoundRecord:
