@@ -141,6 +141,8 @@ class ModelConfig(Section):
     def _heads_divide(self) -> ModelConfig:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("hidden_size must be a multiple of num_attention_heads, and that of num_key_value_heads")
+        if self.head_width % 2:
+            raise ValueError("the width of a head (head_dim, or hidden_size / num_attention_heads) must be even")
         return self
 
     @property

@@ -47,8 +47,9 @@ def learning_rate(
     the first token of each cycle of `restarts` has the peak. From N on, `constant` and `inverse-sqrt` go on, and the
     others stay at m.
     """
+    tokens = max(0, tokens)  # A run that went back may have fewer tokens than it takes back.
     if tokens < warmup_tokens:
-        return peak * max(0, tokens) / warmup_tokens
+        return peak * tokens / warmup_tokens
     if schedule == "constant":
         return peak
     if schedule == "inverse-sqrt":

@@ -15,11 +15,15 @@ from gzip import BadGzipFile
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from node.config.manifest import Source
 from node.errors import ConfigError, Damaged, MachineError, NodeError, Unreachable
-from node.training.hub import first_sentence, hub_error
+from node.training.hub import first_sentence, hub_error, require_no_folder
 
 LEAST_SHARDS = 32
+LEAST_DATASETS = Version("5.1")
+"""Older versions read local files that a data set of the hub names."""
 
 
 class Documents:
@@ -66,6 +70,7 @@ class Documents:
         source, options = self._source, {"split": "train", "streaming": True, "cache_dir": str(cache), "token": False}
         try:
             if self._is_hub:
+                require_no_folder(source.place, f"run.data.sources: {self._name}")
                 options["split"] = source.split
                 data = datasets.load_dataset(
                     source.place, source.config or None, revision=source.revision or None, **options
@@ -122,6 +127,13 @@ def _import_datasets(name: str) -> Any:
             "diloco-node[datasets] (pip), `pipx inject diloco-node datasets`, or `make datasets` in a checkout.",
             code="no_data",
         ) from exc
+    if Version(datasets.__version__) < LEAST_DATASETS:
+        raise MachineError(
+            f"run.data.sources: {name} needs the Python package datasets {LEAST_DATASETS} or newer, and "
+            f"{datasets.__version__} is installed: run `pip install 'datasets>={LEAST_DATASETS}'` where the node is "
+            "installed, or `pipx inject diloco-node --force datasets`.",
+            code="no_data",
+        )
     datasets.disable_progress_bars()
     # With torch, it keeps a number in shared memory, for which torch starts a process that outlives this one.
     datasets.config.TORCH_AVAILABLE = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode
 
@@ -24,6 +25,19 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 def is_on_hub(name: str) -> bool:
     return name.startswith(HUB)
+
+
+def require_no_folder(place: str, what: str) -> None:
+    """Raise MachineError if a file or folder of the working directory has the name of something on the hub.
+
+    The packages of the hub would read it in place of the hub's, and a run could so name private files.
+    """
+    if Path(place).exists():
+        raise MachineError(
+            f"{what}: {Path(place).absolute()} has the name of a repository on the hub, and would be read in its place: "
+            "start the node in another folder.",
+            code="no_data",
+        )
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from node.config.manifest import ModelConfig
 from node.errors import ConfigError, DataFolderError, MachineError
 from node.host.files import whole_folder
-from node.training.hub import is_on_hub, split_name, translate_errors
+from node.training.hub import is_on_hub, require_no_folder, split_name, translate_errors
 from node.training.model import build_model, flatten, load_flat_, silence_transformers
 from node.training.tokenizer import Tokenizer
 
@@ -79,6 +79,8 @@ def load_pretrained(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]
             f"run.model.start {start}: there is no such folder: name one, or a model as hub:OWNER/NAME.", code="no_data"
         )
     place, revision = split_name(start) if is_remote else (str(folder), "main")
+    if is_remote:
+        require_no_folder(place, f"run.model.start {start}")
     options = {"revision": revision, "cache_dir": str(cache), "trust_remote_code": False}
     with translate_errors(
         f"run.model.start {start}",

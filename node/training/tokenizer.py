@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from node.errors import ConfigError, MachineError, cause_of
-from node.training.hub import is_on_hub, split_name, translate_errors
+from node.training.hub import is_on_hub, require_no_folder, split_name, translate_errors
 
 BEGIN = 256
 """The byte tokenizer's token before each document."""
@@ -130,6 +130,8 @@ def open_tokenizer(name: str, text_dir: Path, cache: Path) -> Tokenizer:
             "or set node.text_dir.",
             code="no_data",
         )
+    if is_on_hub(name):
+        require_no_folder(place, f"run.data.tokenizer {name}")
     with translate_errors(
         f"run.data.tokenizer {name}",
         check="the name and this machine's network, then start again",

@@ -20,7 +20,7 @@ from node.config.manifest import RunConfig
 from node.errors import ConfigError, MachineError
 from node.training.packing import ShardOrder
 from node.training.text import Reader, drawn_sources, open_text
-from node.training.tokenizer import BEGIN, END
+from node.training.tokenizer import BEGIN, END, open_tokenizer
 from tests.swarm.harness import tiny
 
 B, T = 3, 16
@@ -320,6 +320,25 @@ def test_an_unreachable_hub_is_an_error_that_says_so(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     assert "cannot be reached" in error_of(tmp_path, "hub:some/where")
+
+
+def test_a_folder_here_is_not_read_in_place_of_a_repository_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(tmp_path / "own" / "letters" / "private", ["my private letter"])
+    monkeypatch.chdir(tmp_path)
+    assert "would be read in its place" in error_of(tmp_path, "hub:own/letters")
+    with pytest.raises(MachineError, match="would be read in its place"):
+        open_tokenizer("hub:own/letters@main", tmp_path, tmp_path)
+
+
+def test_a_package_datasets_that_reads_local_files_for_the_hub_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "__version__", "5.0.0")
+    assert "5.1 or newer, and 5.0.0 is installed" in error_of(tmp_path, "hub:some/where")
 
 
 def test_only_the_built_in_text_can_be_read_without_the_package_datasets(
