@@ -34,8 +34,8 @@ def require_no_folder(place: str, what: str) -> None:
     """
     if Path(place).exists():
         raise MachineError(
-            f"{what}: {Path(place).absolute()} has the name of a repository on the hub, and would be read in its place: "
-            "start the node in another folder.",
+            f"{what}: {Path(place).absolute()} has the name of a repository on the hub, and would be read in its "
+            "place: start the node in another folder.",
             code="no_data",
         )
 

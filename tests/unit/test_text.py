@@ -325,6 +325,7 @@ def test_an_unreachable_hub_is_an_error_that_says_so(tmp_path: Path, monkeypatch
 def test_a_folder_here_is_not_read_in_place_of_a_repository_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "own" / "letters").mkdir(parents=True)
     write_json(tmp_path / "own" / "letters" / "private", ["my private letter"])
     monkeypatch.chdir(tmp_path)
     assert "would be read in its place" in error_of(tmp_path, "hub:own/letters")
