@@ -42,8 +42,7 @@ class Ranks:
         self.rank, self.size, self.is_sharded, self._device = rank, size, is_sharded, device
         if dist.is_initialized():  # Amended settings may need another model or other batches, and so new ranks.
             dist.destroy_process_group()
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # All ranks are on this machine.
-            os.environ.setdefault(name, "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]  # missing in its __all__
         backend = dist.get_default_backend_for_device(device)
         timeout = timedelta(seconds=TIMEOUT_S)
