@@ -28,9 +28,9 @@ def is_on_hub(name: str) -> bool:
 
 
 def require_no_folder(place: str, what: str) -> None:
-    """Raise MachineError if a file or folder of the working directory has the name of something on the hub.
+    """Raise MachineError if the working directory has a file or folder with the name of a repository on the hub.
 
-    The packages of the hub would read it in place of the hub's, and a run could so name private files.
+    The hub's packages would read it instead, so a run could name private files of this machine.
     """
     if Path(place).exists():
         raise MachineError(

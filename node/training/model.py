@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from node.config.manifest import ModelConfig
+from node.config.manifest import Manifest, ModelConfig
 from node.config.schema import DevicesConfig
 from node.diloco.fragments import Ranges, elements
 from node.training.ranks import full_tensor, is_sharded, place_like
@@ -46,6 +46,11 @@ def unit_elements(cfg: ModelConfig) -> list[int]:
     layer = attention + 3 * width * cfg.intermediate_size + 2 * width
     embedding = cfg.vocab_size * width
     return [embedding, *[layer] * cfg.num_hidden_layers, width + (0 if cfg.tie_word_embeddings else embedding)]
+
+
+def has_stated_size(manifest: Manifest) -> bool:
+    """Whether the manifest's number of parameters is that of its model. It decides how much a joiner downloads."""
+    return manifest.parameters == sum(unit_elements(manifest.run.model))
 
 
 def prepare_layers(model: nn.Module, devices: DevicesConfig) -> None:

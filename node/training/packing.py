@@ -107,6 +107,8 @@ class Lane:
             self._reading = self._documents.read(self._order[ordinal], start)
         try:
             number, text = next(self._reading)
+            is_used = not self._held_out_one_in or not is_held_out(text, self._held_out_one_in)
+            tokens = self._tokenizer.document(text) if is_used else None
         except StopIteration:
             self._next_shard("no text")
             return
@@ -118,10 +120,9 @@ class Lane:
             self._reading = None
             raise
         self._next = (ordinal, number)
-        if self._held_out_one_in and is_held_out(text, self._held_out_one_in):
+        if tokens is None:
             return
         self._empty_shards = 0
-        tokens = self._tokenizer.document(text)
         self._buffer.append(((ordinal, start), tokens))
         self._buffered += len(tokens)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from node.errors import MachineError, Unreachable
+from node.errors import Unreachable
 from node.training.packing import RowPacker
 
 BUFFER_BYTES = 64 * 1024 * 1024
@@ -113,10 +113,6 @@ class Prefetcher:
                 continue
             except Exception as exc:  # noqa: BLE001 - raised on the thread that takes batches
                 _put(item=exc, ready=ready, stop=stop)
-                return
-            except BaseException as exc:  # noqa: BLE001 - the tokenizer's panics are no Exceptions
-                fault = MachineError(f"The text could not be read ({exc}): name another tokenizer.", code="no_data")
-                _put(item=fault, ready=ready, stop=stop)
                 return
             pause_s, self.problem = FIRST_PAUSE_S, ""
             _put(item=item, ready=ready, stop=stop)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from node.errors import ConfigError, MachineError, cause_of
+from node.errors import ConfigError, Damaged, MachineError, cause_of
 from node.training.hub import is_on_hub, require_no_folder, split_name, translate_errors
 
 BEGIN = 256
@@ -87,7 +87,13 @@ class FastTokenizer:
         return np.asarray([*self.prompt(text), self.end], dtype=np.int32)
 
     def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        """The tokens of a text. Raises Damaged if the tokenizer panics, as on a text that its pattern cannot match."""
+        try:
+            tokens: list[int] = self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as exc:
+            if type(exc).__name__ != "PanicException":  # Of the Rust library, which does not export the class.
+                raise
+            raise Damaged(f"the tokenizer has failed on a document ({exc})") from exc
         return tokens
 
     def prompt(self, text: str) -> list[int]:

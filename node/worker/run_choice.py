@@ -19,7 +19,7 @@ from node.errors import MachineError, SwarmError
 from node.swarm.membership.directory import MAX_INVITED, DirectoryReader, ListedRun, open_reader
 from node.training.device import ComputeDevice
 from node.training.fit import compare_resources, estimate_requirements, first_lack
-from node.training.model import unit_elements
+from node.training.model import has_stated_size
 from node.training.text import text_lack
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def judge(runs: Iterable[ListedRun], config: Config, device: ComputeDevice) -> l
     judged = []
     for listed in runs:
         run = listed.manifest.run
-        if sum(unit_elements(run.model)) != listed.manifest.parameters:
+        if not has_stated_size(listed.manifest):
             logger.debug("The listed run %s has another number of parameters than it says.", listed.manifest.hash[:12])
             continue
         needs = estimate_requirements(run, config, device.precision)

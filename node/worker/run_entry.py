@@ -44,7 +44,7 @@ from node.training.algorithm import optimizer_of
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.training.device import choose_device
 from node.training.hub import pinned
-from node.training.model import build_model, flatten, unit_elements
+from node.training.model import build_model, flatten, has_stated_size
 from node.training.pretrained import load_pretrained
 from node.worker.checkpointing import CheckpointSource, initial_checkpoint, tip_of_checkpoint
 from node.worker.continued_run import continued_run
@@ -309,7 +309,7 @@ class RunEntry:
             data = self._waiter.wait(swarm.start_call(lambda member: member.fetch_manifest()))
             if data is not None:
                 manifest = parse_manifest(data, self._invite.manifest_hash)
-                if manifest.parameters != sum(unit_elements(manifest.run.model)):  # It decides how much is downloaded.
+                if not has_stated_size(manifest):
                     raise ManifestError("The run's manifest states a wrong number of parameters: join another run.")
                 self._begin_joining(manifest.run)
                 self._write_manifest(data)

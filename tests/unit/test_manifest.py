@@ -103,6 +103,7 @@ def test_run_configuration_with_fields_that_contradict_each_other_is_refused() -
     for make, message in (
         (lambda: RunConfig(inner=InnerConfig(sequence_length=2048)), "longer than"),
         (lambda: ModelConfig(num_attention_heads=3), "multiple"),
+        (lambda: ModelConfig(hidden_size=36, num_attention_heads=4, num_key_value_heads=4), "must be even"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=257)), "258"),
         (lambda: SyncConfig(codec="topk"), "set feedback to classic"),
         (lambda: SyncConfig(codec="int2"), "set feedback to classic"),

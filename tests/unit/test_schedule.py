@@ -49,6 +49,11 @@ def rate(
     )
 
 
+def test_run_with_fewer_tokens_than_it_has_taken_back_has_the_rate_of_its_beginning() -> None:
+    assert rate(-5, warmup=0) == rate(0, warmup=0) == 4e-4
+    assert rate(-5, warmup=100) == 0.0
+
+
 @pytest.mark.parametrize(
     ("tokens", "share"),
     [(0, 0.0), (25, 0.25), (99, 0.99), (100, 1.0), (600, 0.55), (1100, 0.1), (1101, 0.1), (10**15, 0.1)],

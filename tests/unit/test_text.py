@@ -333,6 +333,21 @@ def test_a_folder_here_is_not_read_in_place_of_a_repository_on_the_hub(
         open_tokenizer("hub:own/letters@main", tmp_path, tmp_path)
 
 
+def test_a_file_on_which_the_tokenizer_panics_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pattern that needs exponential time makes the Rust library panic, and a panic is no Exception in Python."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"<end>": 0, "<other>": 1}, unk_token="<other>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("(a|a)*$"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(tmp_path / "panics")
+    for number in range(41):
+        (tmp_path / f"{number:02d}.txt").write_text("word " * 50)
+    (tmp_path / "10.txt").write_text("a" * 40 + "b")
+    take(reader(tmp_path, "text:*.txt", tokenizer="panics", held_out_one_in=NONE_HELD_OUT), 60)
+    assert "left out" in caplog.text and "the tokenizer has failed on a document" in caplog.text
+
+
 def test_a_package_datasets_that_reads_local_files_for_the_hub_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,28 @@
+"""How a node enters a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from node.config.manifest import Invite, Manifest, RunConfig
+from node.errors import ManifestError
+from node.training.model import has_stated_size, unit_elements
+from node.worker.run_entry import RunEntry
+
+
+def test_joiner_refuses_a_manifest_with_a_wrong_number_of_parameters() -> None:
+    """The number decides how much a joiner downloads, and the check of its memory goes by the model."""
+    run = RunConfig()
+    manifest = Manifest(run_id="0" * 32, initial_digest="0" * 64, parameters=sum(unit_elements(run.model)), run=run)
+    hostile = manifest.model_copy(update={"parameters": 2**40})
+    assert has_stated_size(manifest) and not has_stated_size(hostile)
+    entry = cast(Any, object.__new__(RunEntry))
+    entry._invite = Invite(hostile.hash, ())
+    entry._waiter = SimpleNamespace(wait=lambda _: hostile.canonical())
+    entry._reporter = SimpleNamespace(enter=lambda *_: None)
+    swarm = SimpleNamespace(view=SimpleNamespace(problem=""), start_call=lambda _: None)
+    with pytest.raises(ManifestError, match="wrong number of parameters"):
+        entry._fetch_manifest(swarm)
