@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +10,11 @@ import pytest
 
 from node.config.manifest import Invite, Manifest, RunConfig
 from node.errors import ManifestError
-from node.training.model import has_stated_size, unit_elements
-from node.worker.run_entry import RunEntry
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.training.model import has_stated_size, unit_elements
+    from node.worker.run_entry import RunEntry
 
 
 def test_joiner_refuses_a_manifest_with_a_wrong_number_of_parameters() -> None:
