@@ -310,6 +310,7 @@ def majority_may_be_left_out(patches: Patches) -> None:
 def one_member_ends_attempts(patches: Patches) -> None:
     """A single member that is ahead ends the attempts of all others."""
     patches.replace(ballot, "most_wrong", lambda _: lambda members: 0)
+    patches.replace(ballot, "MAX_NEEDLESS_RAISES", lambda _: ballot.MAX_RAISES)
 
 
 # the command

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +75,7 @@ def number_after(
         ((7, 9, 8, 0, 0, 0), range(7), 7, "more than a third have reached 7"),
         ((7, 2, 0), (0, 1, 2, 3), 2, "members 0, 2 and 3 are a quorum in attempt 2"),
         ((7, 2, 0, 0, 0), range(5), 2, "both have reached 2, and the others suffice"),
-        ((7, 0), (0, 1, 2), 7, "in a swarm of three, nobody can tell who is wrong"),
+        ((7, 0), (0, 1, 2), 7, "one of two others: nobody can tell who is wrong"),
         ((7, 0, 0), (0, 1), 7, "there is no quorum without the one that is ahead"),
         ((MAX_AHEAD + 1, 0, 0), (0, 1), 0, "nobody uses up the numbers of attempts"),
     ],
@@ -102,7 +102,18 @@ def test_members_that_have_not_heard_of_the_last_commit_count_as_present_for_som
 def test_a_node_that_is_no_member_itself_may_look_up_later_attempts() -> None:
     """A node that replaces its state is none, and there may be no other."""
     assert most_wrong(0) == most_wrong(1) == 0
-    assert later_attempt(0, {"me": 0}, {"me"}, most_wrong(0), lambda _: True) is None
+    assert later_attempt(0, {"me": 0}, {}, most_wrong(0), lambda _: True) is None
+
+
+def test_one_of_three_leads_the_others_on_twice_in_a_round_and_as_often_as_they_need_it() -> None:
+    def chosen(raised: int, needed: bool) -> tuple[int, str] | None:
+        def can_commit(peers: Collection[str]) -> bool:
+            return len(peers) >= (3 if needed else 2)
+
+        return later_attempt(0, {"me": 0, "second": 0, "third": 4}, {"third": raised}, most_wrong(3), can_commit)
+
+    assert [chosen(raised, needed=False) for raised in range(4)] == [(4, "third"), (4, "third"), None, None]
+    assert [chosen(raised, needed=True) for raised in (2, 63, 64)] == [(4, "third"), (4, "third"), None]
 
 
 def test_only_members_wait_for_a_later_attempt() -> None:

@@ -22,6 +22,8 @@ from node.swarm.messages import AcceptedOutcome, Document, Join, Proof, SavedBal
 
 MAX_RAISES = 64
 """Limit on the attempts of one round that one peer may begin."""
+MAX_NEEDLESS_RAISES = 2
+"""The same limit for a peer without which the others can commit the round."""
 BEHIND_GRACE_S = 3.0
 """Time to wait for a member whose record names an older round, because a newer record may be on its way."""
 MAX_AHEAD = 1000
@@ -271,8 +273,7 @@ class Ballot:
             for peer in live & attempt.joins.keys():
                 reached[peer] = max(attempt.number, reached.get(peer, 0))
         reached[me] = self.number
-        may_lead_on = {peer for peer in reached if self._raised[peer] < MAX_RAISES}
-        chosen = later_attempt(self.number, reached, may_lead_on, most_wrong(len(members)), self._can_commit)
+        chosen = later_attempt(self.number, reached, self._raised, most_wrong(len(members)), self._can_commit)
         if chosen is not None:
             self._begin(*chosen)
 
@@ -371,29 +372,32 @@ class StageTimer:
 def later_attempt(
     own: int,
     reached: Mapping[str, int],
-    may_lead_on: Collection[str],
+    raised: Mapping[str, int],
     wrong: int,
     can_commit: Callable[[Collection[str]], bool],
 ) -> tuple[int, str] | None:
     """The later attempt to which a node in attempt `own` goes, and the member that leads it on; None to stay.
 
-    More than `wrong` others must have reached that attempt. So a single member that is ahead, by mistake or on
-    purpose, does not end an attempt of four or more. If the members that are not ahead cannot commit a round, the node
-    goes to the first attempt in which they can, together with all that have reached no later one.
+    If the members that are not ahead can commit a round, more than `wrong` others must have reached that attempt, and
+    none leads the node on more than MAX_NEEDLESS_RAISES times. So a single member that is ahead, by mistake or on
+    purpose, ends no attempt of four or more, and two of three. If those members cannot commit a round, the node goes to
+    the first attempt in which they can, together with all that have reached no later one.
 
     Args:
         reached: the attempt of each member of this round, this node included.
-        may_lead_on: members that have not yet led this node on too often.
+        raised: how often each member has led this node on in this round.
         wrong: how many members may be wrong (`most_wrong`).
         can_commit: whether these members can commit a round.
     """
     ahead = sorted((number, peer) for peer, number in reached.items() if own < number <= own + MAX_AHEAD)
-    ahead = [(number, peer) for number, peer in ahead if peer in may_lead_on]
 
     def suffices(number: int) -> bool:
         return can_commit([peer for peer, other in reached.items() if other <= number])
 
-    if suffices(own):
+    is_needless = suffices(own)
+    limit = MAX_NEEDLESS_RAISES if is_needless else MAX_RAISES
+    ahead = [(number, peer) for number, peer in ahead if raised.get(peer, 0) < limit]
+    if is_needless:
         return ahead[-1 - wrong] if len(ahead) > wrong else None
     last = ahead[-1] if ahead else None
     return next((entry for entry in ahead if suffices(entry[0])), last)
