@@ -309,8 +309,12 @@ def majority_may_be_left_out(patches: Patches) -> None:
 @mutant("no round in the last")
 def one_member_ends_attempts(patches: Patches) -> None:
     """A single member that is ahead ends the attempts of all others."""
-    patches.replace(ballot, "most_wrong", lambda _: lambda members: 0)
-    patches.replace(ballot, "MAX_NEEDLESS_RAISES", lambda _: ballot.MAX_RAISES)
+
+    patches.replace(
+        ballot,
+        "later_attempt",
+        lambda true: lambda own, reached, raised, wrong, can_commit: true(own, reached, {}, 0, can_commit),
+    )
 
 
 # the command
