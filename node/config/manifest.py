@@ -33,6 +33,11 @@ WEIGHT_RATIO_MAX = 64
 BUILTIN_TEXT = "builtin:python-stdlib"
 SOURCE_KINDS = ("builtin", "hub", "parquet", "json", "text")
 MOST_PHASES = 64
+MOST_SOURCES = 1000
+MOST_NAME_CHARS = 500
+"""Limit on a name of text, tokenizer or model."""
+HELD_OUT_ONE_IN = 20
+"""The default share of held-out documents, and that of the built-in text."""
 MOST_TOKENS = 2**62
 MOST_ROUNDS = 10**6
 MOST_MEMBERS = 10**6
@@ -87,8 +92,6 @@ def parse_source(text: str) -> Source:
         options = dict(parse_qsl(query, strict_parsing=bool(query)))
     except ValueError as exc:
         raise ValueError(f"{text!r} in sources has malformed options {query!r}: write option=value&..") from exc
-    if text != printable(text, len(text)):
-        raise ValueError("a source has a control character: use plain text")
     if kind not in SOURCE_KINDS or not place or not options.keys() <= set(allowed):
         raise ValueError(
             f"{text!r} in sources is not KIND:PLACE; the kinds are {', '.join(SOURCE_KINDS)}, "
@@ -105,12 +108,21 @@ def parse_source(text: str) -> Source:
     return Source(kind, place, **options)
 
 
+def _check_place(name: str) -> str:
+    if name != printable(name, len(name)):
+        raise ValueError("a name has a control character: use plain text")
+    return name
+
+
+PlaceName = Annotated[str, Field(max_length=MOST_NAME_CHARS), AfterValidator(_check_place)]
+
+
 class ModelConfig(Section):
     """A model of the Llama family, built by `transformers`; no other model code is loaded."""
 
     type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     """Model type. `qwen2` has biases in its attention, and `qwen3` has norms of queries and keys."""
-    start: str = ""
+    start: PlaceName = ""
     """Source of the initial parameters: a folder or `hub:OWNER/NAME` with safetensors; empty means random parameters.
     The founder loads parameters and shape from it, and joiners get both from the swarm. The manifest holds only its
     name."""
@@ -153,32 +165,30 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The training text."""
 
-    sources: tuple[str, ...] = (BUILTIN_TEXT,)
+    sources: Annotated[tuple[PlaceName, ...], Field(max_length=MOST_SOURCES)] = (BUILTIN_TEXT,)
     """Sources of text. `builtin:python-stdlib` is the source code of this machine's Python standard library; it
     cannot be combined with others. `hub:OWNER/NAME?config=C&split=S&revision=R` streams a data set of the Hugging Face
     hub. `parquet:PATTERN`, `json:PATTERN` (JSON lines) and `text:PATTERN` (one document per file) name files on each
     member's machine, relative to its `node.text_dir`. The option `field=F` names the column with the text; the
     default is `text`."""
-    weights: tuple[float, ...] = ()
+    weights: Annotated[tuple[float, ...], Field(max_length=MOST_SOURCES)] = ()
     """Relative share of each source; empty means equal shares."""
     sources_per_member: int = Field(0, ge=0)
     """Number of sources that each member reads, drawn by its peer id; 0 means all. With fewer, members train on
     different text on purpose (non-i.i.d. in DiLoCo, arXiv 2311.08105). All members need all sources."""
-    tokenizer: str = "bytes"
+    tokenizer: PlaceName = "bytes"
     """Tokenizer. With `bytes`, each UTF-8 byte is a token; 256 begins and 257 ends a document. Any other value is the
     folder of a fast tokenizer, relative to `node.text_dir`, or `hub:OWNER/NAME@REVISION`."""
-    held_out_source: str = ""
+    held_out_source: PlaceName = ""
     """Source of the evaluation text, such as a validation split; empty means held-out documents of the first source."""
-    held_out_one_in: int = Field(20, ge=2, le=10**6)
+    held_out_one_in: int = Field(HELD_OUT_ONE_IN, ge=2, le=10**6)
     """Without `held_out_source`, one document in this many, chosen by the hash of its text, is used only for
-    evaluation."""
+    evaluation. The built-in text holds out one file in 20."""
 
     @model_validator(mode="after")
     def _readable(self) -> DataConfig:
         parsed = [parse_source(text) for text in (*self.sources, *filter(None, (self.held_out_source,)))]
         name = self.tokenizer
-        if name != printable(name, len(name)):
-            raise ValueError("tokenizer has a control character: use plain text")
         if not (
             is_hub_name(name.removeprefix("hub:").partition("@")[0]) if name.startswith("hub:") else stays_inside(name)
         ):
@@ -187,6 +197,8 @@ class DataConfig(Section):
             raise ValueError("sources must name at least one source")
         if any(source.kind == "builtin" for source in parsed) and (len(parsed) > 1 or self.tokenizer != "bytes"):
             raise ValueError(f"{BUILTIN_TEXT} in sources must be the only source, with tokenizer = bytes")
+        if parsed and parsed[0].kind == "builtin" and self.held_out_one_in != HELD_OUT_ONE_IN:
+            raise ValueError(f"held_out_one_in does not change {BUILTIN_TEXT}: remove it, or name other sources")
         if self.sources_per_member > len(self.sources):
             raise ValueError(
                 f"sources_per_member {self.sources_per_member} is more than the sources: name more sources"
@@ -248,7 +260,7 @@ class PhaseConfig(Section):
     `run.inner.schedule`."""
     warmup_tokens: int = Field(0, ge=0, le=MOST_TOKENS)
     """Warm-up of the phase's own schedule (arXiv 2403.08763)."""
-    weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=MOST_SOURCES)] = ()
     """`run.data.weights` of rounds that begin in this phase."""
 
 
@@ -548,12 +560,21 @@ class Manifest(Section):
 
 
 def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
-    """Check the hash of a manifest from a peer and read it. Raises the same errors as `read_manifest`."""
+    """Check the hash of a manifest from a peer and read it. Raises the same errors as `read_manifest`.
+
+    A manifest in another form than `Manifest.canonical` is refused, because this node would compute another hash.
+    """
     if hashlib.sha256(data).hexdigest() != expected_hash:
         raise ManifestError(
             "The swarm's manifest does not have the hash of the invite: ask a member you trust for a new invite."
         )
-    return read_manifest(data)
+    manifest = read_manifest(data)
+    if manifest.canonical() != data:
+        raise ManifestError(
+            "The run's manifest has another form than this version of diloco-node writes: install the version with "
+            "which its founder founded it."
+        )
+    return manifest
 
 
 def read_manifest(data: bytes) -> Manifest:

@@ -188,10 +188,13 @@ def _verified(folder: Path, cache: Path) -> tuple[ExportRecord, Manifest, Tensor
         Charter(manifest.hash, manifest.run).check_list(record.amendments.encode())
     except PeerError as exc:
         raise not_valid(folder, "its amendments are damaged") from exc
-    shape, flat = load_pretrained(ModelConfig(start=str(folder.absolute())), cache)
-    loads_code = "auto_map" in json.loads((folder / "config.json").read_bytes())
-    if loads_code or _architecture(shape) != _architecture(manifest.run.model):
-        raise not_valid(folder, f"config.json describes another model than {MANIFEST_FILE}, or names code to load")
+
+    def check(shape: ModelConfig) -> None:
+        loads_code = "auto_map" in json.loads((folder / "config.json").read_bytes())
+        if loads_code or _architecture(shape) != _architecture(manifest.run.model):
+            raise not_valid(folder, f"config.json describes another model than {MANIFEST_FILE}, or names code to load")
+
+    _, flat = load_pretrained(ModelConfig(start=str(folder.absolute())), cache, check)
     if flat.numel() != record.parameters or _leaves_of(flat) != leaves[: len(leaf_bounds(flat.numel()))]:
         raise not_valid(folder, f"its parameters are not those of round {record.round}")
     if STATE_FILE in record.files:

@@ -25,6 +25,8 @@ PeerId = Annotated[str, StringConstraints(max_length=64)]
 Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
 MAX_MEMBERS = 1024
+MOST_CHUNKS = 4096
+"""Limit on the chunks of one round."""
 LEAST_STEP_S, MOST_STEP_S = 1e-6, 86_400.0
 MOST_SETTLE_S = 86_400.0
 MOST_LOSS = 1e6
@@ -109,7 +111,7 @@ class Plan(Content):
     attempt: int = Field(ge=0, lt=2**31)
     joins: tuple[Document, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
     reducers: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
-    owners: tuple[int, ...] = Field(max_length=4096)
+    owners: tuple[int, ...] = Field(max_length=MOST_CHUNKS)
     """For each chunk, the index of its reducer."""
     amendment: SignedAmendment | None = None
     """The next amendment of the run, if the leader knows one. The round's record accepts it."""
@@ -143,7 +145,7 @@ class Proof(Content):
     """The attempt that ratified the outcome. It is later than the outcome's own attempt if a leader has died."""
     group: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
     accepts: dict[PeerId, Signature] = Field(max_length=MAX_MEMBERS)
-    hashes: str = Field(max_length=2 * HASH_BYTES * 4096)
+    hashes: str = Field(max_length=2 * HASH_BYTES * MOST_CHUNKS)
     """The chunk hashes over which `results` is computed, in hex, concatenated."""
 
 
@@ -153,7 +155,7 @@ class AcceptedOutcome(Content):
     kind_name = "accepted outcome"
     attempt: int = Field(ge=0, lt=2**31)
     outcome: Document
-    hashes: str = Field(max_length=2 * HASH_BYTES * 4096)
+    hashes: str = Field(max_length=2 * HASH_BYTES * MOST_CHUNKS)
     """The chunk hashes of the outcome, as in `Proof`."""
     vote: str = ""
     """The member's signature; empty for an outcome that the leader has just made."""

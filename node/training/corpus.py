@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from node.config.manifest import HELD_OUT_ONE_IN
 from node.errors import MachineError
 from node.training.tokenizer import BEGIN, END
 
-HELD_OUT_ONE_IN = 20
-"""One document in this many, by the hash of its name, is never trained on."""
 MIN_FILES = 100
 """A standard library with fewer source files is incomplete."""
 

@@ -79,8 +79,7 @@ class Documents:
                 files = {"train": self._find_files(text_dir)}
                 whole = {"sample_by": "document"} if source.kind == "text" else {}
                 data = datasets.load_dataset(source.kind, data_files=files, **whole, **options)
-            # If no columns are declared, use those of the first document.
-            columns = ["text"] if source.kind == "text" else data.column_names or list(next(iter(data), {}))
+            columns = ["text"] if source.kind == "text" else data.column_names or _columns_of_a_document(data)
         except NodeError:
             raise
         except Exception as exc:
@@ -95,7 +94,8 @@ class Documents:
     def _find_files(self, text_dir: Path) -> list[str]:
         """Find the files with text. They are sorted, so that all members number them alike."""
         pattern = text_dir / self._source.place
-        files = sorted(path for path in glob.glob(str(pattern), recursive=True) if Path(path).is_file())  # noqa: PTH207
+        found = glob.glob(self._source.place, root_dir=text_dir, recursive=True)  # noqa: PTH207
+        files = sorted(str(path) for path in map(text_dir.joinpath, found) if path.is_file())
         if not files:
             raise MachineError(
                 f"run.data.sources: no file on this machine matches {pattern}: put it there, or set node.text_dir.",
@@ -107,7 +107,7 @@ class Documents:
                 f"run.data.sources: every file that matches {pattern} is empty: put the text there.",
                 code="no_data",
             )
-        return with_text
+        return [glob.escape(path) for path in with_text]  # The library takes them for patterns.
 
     def _open_error(self, exc: Exception) -> NodeError:
         if self._is_hub:
@@ -116,6 +116,17 @@ class Documents:
             f"run.data.sources: {self._name} cannot be read ({first_sentence(exc)}): repair or remove the file.",
             code="no_data",
         )
+
+
+def _columns_of_a_document(data: Any) -> list[str]:
+    """The columns of the first document that can be read, if no columns are declared."""
+    for file in range(data.num_shards):
+        try:
+            return list(next(iter(data.shard(data.num_shards, file)), {}))
+        except Exception:
+            if file == data.num_shards - 1:
+                raise
+    return []
 
 
 def _import_datasets(name: str) -> Any:

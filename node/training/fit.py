@@ -55,6 +55,8 @@ CPU_RATIO = 0.5
 MOST_PASS_S = 5.0
 """A pass on the CPU takes at most about this long. The worker sends no heartbeat during a pass, and looks hung after
 30 s (`SupervisorTimings.hung_s`)."""
+MOST_ROW_S = 30.0
+"""A machine that needs longer for one sequence cannot train, because its worker would be killed as hung."""
 WORTH_RATIO = 1.05
 """A micro-batch twice as large must be faster by this factor, otherwise the smaller one is used."""
 PROBES = 3
@@ -192,6 +194,12 @@ def choose_execution(model: nn.Module, run: RunConfig, chosen: ComputeDevice, de
     else:
         room = CPU_RATIO / devices.ranks * available_memory_bytes() / row_bytes(run, devices, chosen.precision)
         row_s = _measure_pass_s(InnerLoop(model, run.inner, chosen.device, how), _random_batch(run, 1), chosen.device)
+        if row_s > MOST_ROW_S:
+            raise MachineError(
+                f"One sequence of this run takes {row_s:.0f} s on this machine, more than the {MOST_ROW_S:.0f} s that "
+                "are possible: join a run with a smaller model, or end what else uses the processor.",
+                code="too_slow",
+            )
         room = min(room, MOST_PASS_S / row_s)
         rows = batch_size if room >= batch_size else 1 << max(0, int(room).bit_length() - 1)
     logger.info("Each pass computes %d of the %d sequences of a step, in %s.", rows, batch_size, chosen.precision)

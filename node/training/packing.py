@@ -226,17 +226,28 @@ class RowPacker:
 def first_rows(source: Documents, tokenizer: Tokenizer, rows: int, length: int, one_in: int) -> npt.NDArray[np.int64]:
     """Return the first tokens, [rows, length], of a source's held-out documents, or of all documents if `one_in` is 0.
 
-    Too few tokens are repeated. Raises Unreachable or Damaged, and MachineError if there is no document.
+    Too few tokens are repeated. Parts that cannot be read are left out, as in training. Raises Unreachable, Damaged if
+    nothing can be read, and MachineError if there is no document.
     """
+    damage: Damaged | None = None
     parts: list[npt.NDArray[np.int32]] = []
     found = 0
-    for text in (text for shard in range(source.shards) for _, text in source.read(shard, 0)):
-        if one_in and not is_held_out(text, one_in):
-            continue
-        parts.append(tokenizer.document(text))
-        found += len(parts[-1])
+    for shard in range(source.shards):
         if found >= rows * length:
             break
+        try:
+            for _, text in source.read(shard, 0):
+                if one_in and not is_held_out(text, one_in):
+                    continue
+                parts.append(tokenizer.document(text))
+                found += len(parts[-1])
+                if found >= rows * length:
+                    break
+        except Damaged as exc:
+            logger.warning("A part of the text for evaluation is left out, because it cannot be read: %s.", exc)
+            damage = exc
+    if not parts and damage is not None:
+        raise damage
     if not parts:
         raise MachineError(
             "run.data: no document is held out for evaluation: set run.data.held_out_one_in to a smaller number, or "

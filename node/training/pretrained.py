@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from node.config.manifest import ModelConfig
 from node.errors import ConfigError, DataFolderError, MachineError
 from node.host.files import whole_folder
+from node.host.printable import printable
 from node.training.hub import is_on_hub, require_no_folder, split_name, translate_errors
 from node.training.model import build_model, flatten, load_flat_, silence_transformers
 from node.training.tokenizer import Tokenizer
@@ -62,12 +63,15 @@ def _translated(folder: Path) -> Iterator[None]:
         ) from exc
 
 
-def load_pretrained(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]:
+def load_pretrained(
+    cfg: ModelConfig, cache: Path, check: Callable[[ModelConfig], None] = lambda _shape: None
+) -> tuple[ModelConfig, Tensor]:
     """Load the model that `cfg.start` names. Returns its configuration and parameters, fp32 cpu [P].
 
     `start` is a folder or `hub:OWNER/NAME`. The returned `start` has no path of this machine. Only configuration and
-    safetensors are read, no code. Raises ConfigError for a model that is not of the Llama family, and MachineError for
-    one that cannot be read.
+    safetensors are read, no code. `check` gets the configuration before the parameters are read, and may refuse it.
+    Raises ConfigError for a model that is not of the Llama family or lacks parameters, and MachineError for one that
+    cannot be read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,9 +93,19 @@ def load_pretrained(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]
     ):
         config = AutoConfig.from_pretrained(place, **options)
         own_cfg = _convert_config(cfg, config)
-        model = AutoModelForCausalLM.from_pretrained(
-            place, config=config, dtype="float32", use_safetensors=True, **options
-        )
+        check(own_cfg)
+        # A configuration may name another implementation of attention, which may be code on the hub.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            place, config=config, dtype="float32", use_safetensors=True, attn_implementation="sdpa",
+            output_loading_info=True, **options
+        )  # fmt: skip
+        model, found = loaded
+        lacking = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+        if lacking:  # They have random values.
+            raise ConfigError(
+                f"run.model.start {start} lacks {len(lacking)} parameters, such as {printable(lacking[0], 100)}: name "
+                "a complete model."
+            )
         own = build_model(own_cfg, seed=0)
         own.load_state_dict(model.state_dict())
     return own_cfg.model_copy(update={"start": start if is_remote else folder.name}), flatten(own)
@@ -111,6 +125,7 @@ def _convert_config(cfg: ModelConfig, config: Any) -> ModelConfig:
         "another activation than SiLU": getattr(config, "hidden_act", "silu") != "silu",
         "biases": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
         "a sliding window": has_window and getattr(config, "sliding_window", None) is not None,
+        "quantized parameters": getattr(config, "quantization_config", None) is not None,
     }
     if found := [name for name, is_present in unsupported.items() if is_present]:
         raise ConfigError(

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -220,16 +221,18 @@ class Worker:
         """Train until the run is complete. An amendment of text or batches needs another inner trainer."""
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
         rest: Session | None = session
+        text: dict[str, Any] | None = None
         with self._begin_duties(session) as duties, self._link.unsaved():
             while rest is not None:
                 assert rest.start.tip is not None
                 run = rest.terms_after(rest.start.tip).run
-                with self._inner_trainer(run, self._loaded_inputs(run), ids) as inner:
+                with self._inner_trainer(run, self._loaded_inputs(run), ids, text) as inner:
                     if not self._is_member:
                         rest.swarm.take_part(rest.rules, rest.start.tip, rest.source)
                         self._is_member = True
                     rest = self._train_and_resync(rest, inner, run, duties)
                 if rest is not None:
+                    text = inner.text_state
                     del inner
                     self._free_replica()
 
@@ -296,8 +299,15 @@ class Worker:
         self._orders.check()
 
     @contextmanager
-    def _inner_trainer(self, run: RunConfig, inputs: TrainingInputs, ids: tuple[str, str]) -> Iterator[InnerTrainer]:
-        """Run the inner trainer and the processes of its other ranks. `ids` are the run id and this node's peer id."""
+    def _inner_trainer(
+        self, run: RunConfig, inputs: TrainingInputs, ids: tuple[str, str], text: dict[str, Any] | None
+    ) -> Iterator[InnerTrainer]:
+        """Run the inner trainer and the processes of its other ranks.
+
+        Args:
+            ids: the run id and this node's peer id.
+            text: the position in the text from which it reads without a checkpoint; None for the beginning.
+        """
         assert self._device is not None
         device = self._device
         replica, ranks = self._waiter.run(
@@ -307,7 +317,7 @@ class Worker:
         inner = InnerTrainer(
             run,
             replica,
-            lambda state: inputs.library.reader(*ids, state),
+            lambda state: inputs.library.reader(*ids, state or text),
             inputs.held_out,
             self._counters,
             inputs.library.tokenizer,

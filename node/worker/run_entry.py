@@ -18,7 +18,16 @@ from typing import Any
 
 from node import __version__
 from node.config.amendments import AmendmentError, rewound_tokens
-from node.config.manifest import ANY_RUN, Invite, Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
+from node.config.manifest import (
+    ANY_RUN,
+    Invite,
+    Manifest,
+    ModelConfig,
+    RunConfig,
+    parse_invite,
+    parse_manifest,
+    read_manifest,
+)
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.diloco.outer import OuterState, genesis
@@ -53,7 +62,7 @@ from node.worker.orders import Waiter
 from node.worker.publisher import read_token
 from node.worker.reporter import Reporter
 from node.worker.run_choice import choose_run
-from node.worker.session import Session, StartingPoint, rules_of
+from node.worker.session import Session, StartingPoint, check_chunks, rules_of
 from node.worker_protocol import FoundFrom, Start
 
 logger = logging.getLogger(__name__)
@@ -232,9 +241,12 @@ class RunEntry:
         """Found a run: make or load the initial parameters, and write them to the disk before any peer sees the run."""
         run = self._waiter.run(lambda: pinned(self._governed(run)))
         if run.model.start:
-            shape, parameters = self._waiter.run(lambda: load_pretrained(run.model, self._config.node.hub_cache))
-            run = RunConfig.model_validate(run.model_copy(update={"model": shape}).model_dump())
-            self._check_fit(run)
+            shape, parameters = self._waiter.run(
+                lambda: load_pretrained(
+                    run.model, self._config.node.hub_cache, lambda shape: self._check_fit(_with_model(run, shape))
+                )
+            )
+            run = _with_model(run, shape)
         else:
             self._check_fit(run)
             parameters = self._waiter.run(lambda: flatten(build_model(run.model, seed=secrets.randbits(63))))
@@ -292,7 +304,9 @@ class RunEntry:
             rewound_tokens=rewound,
             run=run,
         )
-        tip = self._waiter.run(lambda: verified_tip(state, draft.hash, None, rules_of(draft), time.monotonic()))
+        rules = rules_of(draft)
+        check_chunks(rules)
+        tip = self._waiter.run(lambda: verified_tip(state, draft.hash, None, rules, time.monotonic()))
         manifest = draft.model_copy(update={"initial_digest": tip.digest})
         self._waiter.run(lambda: self._store.save(initial_checkpoint(manifest, tip)))
         self._write_manifest(manifest.canonical())
@@ -391,3 +405,7 @@ class RunEntry:
             return self._waiter.wait(call, report)
         finally:
             call.cancel()  # The wait may end because the node stops. Otherwise the call has ended already.
+
+
+def _with_model(run: RunConfig, shape: ModelConfig) -> RunConfig:
+    return RunConfig.model_validate(run.model_copy(update={"model": shape}).model_dump())

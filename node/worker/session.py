@@ -8,14 +8,16 @@ from pathlib import Path
 
 from node.config.amendments import Terms
 from node.config.manifest import Invite, Manifest, RunConfig
-from node.diloco.codec import make_codec
+from node.diloco.codec import MAX_CHUNK_ELEMENTS, make_codec
 from node.diloco.fragments import strided
+from node.errors import ConfigError
 from node.swarm.allreduce.reducer import chunk_layouts
 from node.swarm.chain.chain import OuterRule, Tip, schedule_tokens
 from node.swarm.consensus.context import AmendedRules, Rules
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.governance.charter import Charter
 from node.swarm.member_thread import SwarmThread
+from node.swarm.messages import MOST_CHUNKS
 from node.training.algorithm import feedback_of, optimizer_of
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.training.model import unit_elements
@@ -77,6 +79,15 @@ def rules_of(manifest: Manifest) -> Rules:
     charter = Charter(manifest.hash, manifest.run)
     make = partial(_rules_of, manifest)
     return replace(make(manifest.run), amended=AmendedRules(charter, make))
+
+
+def check_chunks(rules: Rules) -> None:
+    """Raise ConfigError if the rounds of a run have more chunks than a plan can name."""
+    if max(len(layout.bounds) for layout in rules.layouts) > MOST_CHUNKS:
+        raise ConfigError(
+            f"One round of this run has more than {MOST_CHUNKS * MAX_CHUNK_ELEMENTS / 1e9:.3g} billion parameters: set "
+            "run.sync.mode to streaming, with more run.sync.fragments."
+        )
 
 
 def _rules_of(manifest: Manifest, run: RunConfig) -> Rules:

@@ -37,6 +37,26 @@ def manifest(run: RunConfig | None = None, run_id: str = "0" * 32) -> Manifest:
     return Manifest(run_id=run_id, initial_digest="1" * 64, parameters=1000, run=run or RunConfig())
 
 
+def test_a_manifest_in_another_form_than_the_canonical_one_is_refused() -> None:
+    """The node would compute another hash than the invite's."""
+    data = json.dumps(json.loads(manifest().canonical()), indent=1).encode()
+    with pytest.raises(ManifestError, match="another form"):
+        parse_manifest(data, hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize(
+    "data", [{"sources": ["json:a"] * 1001}, {"sources": ["json:" + "a" * 500]}, {"tokenizer": "a" * 501}]
+)
+def test_lists_and_names_in_a_manifest_are_bounded(data: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        RunConfig.model_validate({"data": data})
+
+
+def test_the_share_of_held_out_text_is_not_set_for_the_built_in_text() -> None:
+    with pytest.raises(ValidationError, match="held_out_one_in does not change builtin"):
+        RunConfig.model_validate({"data": {"held_out_one_in": 10}})
+
+
 def offered(**changes: object) -> tuple[bytes, str]:
     """A manifest's bytes with top-level fields changed, and their hash."""
     raw = {**json.loads(manifest().canonical()), **changes}

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from node.config.manifest import ModelConfig
-from node.errors import DataFolderError
+from node.errors import ConfigError, DataFolderError, MachineError
 from node.training.model import build_model, flatten, forward
 from node.training.pretrained import export_model, load_pretrained
 from node.training.tokenizer import ByteTokenizer
@@ -54,3 +55,43 @@ def test_an_export_overwrites_no_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     export_model(TINY, flat, tmp_path / "empty", card="", tokenizer=ByteTokenizer())
     assert (tmp_path / "empty" / "config.json").exists()
+
+
+def changed_export(folder: Path, config: dict[str, object], without: str = "") -> ModelConfig:
+    """An exported model with other entries of config.json, and without one of its parameters."""
+    export_model(TINY, flatten(build_model(TINY, seed=3)), folder, card="", tokenizer=ByteTokenizer())
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    if without:
+        tensors = load_file(folder / "model.safetensors")
+        save_file({k: v for k, v in tensors.items() if k != without}, folder / "model.safetensors", {"format": "pt"})
+    return ModelConfig(start=str(folder))
+
+
+def test_no_run_starts_from_a_model_that_lacks_parameters(tmp_path: Path) -> None:
+    """The library gives them random values."""
+    cfg = changed_export(tmp_path / "model", {}, without="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ConfigError, match=r"lacks 1 parameters, such as model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_pretrained(cfg, tmp_path / "cache")
+    cfg = changed_export(tmp_path / "wide", {"intermediate_size": 48})
+    with pytest.raises(ConfigError):
+        load_pretrained(cfg, tmp_path / "cache")
+
+
+def test_a_model_names_no_code_for_its_attention_and_is_not_quantized(tmp_path: Path) -> None:
+    cfg = changed_export(tmp_path / "model", {"attn_implementation": "own/kernels", "_attn_implementation": "own/k"})
+    assert torch.equal(load_pretrained(cfg, tmp_path / "cache")[1], flatten(build_model(TINY, seed=3)))
+    cfg = changed_export(tmp_path / "small", {"quantization_config": {"quant_method": "bitsandbytes"}})
+    with pytest.raises(ConfigError, match="has quantized parameters"):
+        load_pretrained(cfg, tmp_path / "cache")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_its_parameters_are_read(tmp_path: Path) -> None:
+    cfg = changed_export(tmp_path / "model", {})
+    (tmp_path / "model" / "model.safetensors").unlink()
+
+    def check(shape: ModelConfig) -> None:
+        raise MachineError(f"{shape.num_hidden_layers} layers do not fit.")
+
+    with pytest.raises(MachineError, match="2 layers do not fit"):
+        load_pretrained(cfg, tmp_path / "cache", check)

@@ -9,12 +9,13 @@ from typing import Any, cast
 import pytest
 
 from node.config.manifest import Invite, Manifest, RunConfig
-from node.errors import ManifestError
+from node.errors import ConfigError, ManifestError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.training.model import has_stated_size, unit_elements
     from node.worker.run_entry import RunEntry
+    from node.worker.session import check_chunks, rules_of
 
 
 def test_joiner_refuses_a_manifest_with_a_wrong_number_of_parameters() -> None:
@@ -30,3 +31,16 @@ def test_joiner_refuses_a_manifest_with_a_wrong_number_of_parameters() -> None:
     swarm = SimpleNamespace(view=SimpleNamespace(problem=""), start_call=lambda _: None)
     with pytest.raises(ManifestError, match="wrong number of parameters"):
         entry._fetch_manifest(swarm)
+
+
+def test_a_founder_refuses_a_run_whose_rounds_have_more_chunks_than_a_plan_can_name() -> None:
+    def rules(**sync: Any) -> Any:
+        model = {"vocab_size": 128_000, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}
+        heads = {"num_attention_heads": 64, "num_key_value_heads": 64, "tie_word_embeddings": False}
+        run = RunConfig.model_validate({"model": {**model, **heads}, "sync": sync})
+        count = sum(unit_elements(run.model))
+        return rules_of(Manifest(run_id="0" * 32, initial_digest="0" * 64, parameters=count, run=run))
+
+    with pytest.raises(ConfigError, match=r"more than 17\.2 billion parameters: set run\.sync\.mode to streaming"):
+        check_chunks(rules())
+    check_chunks(rules(mode="streaming", fragments=16))

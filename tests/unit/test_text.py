@@ -219,6 +219,24 @@ def test_held_out_documents_are_the_same_for_all_peers_and_never_trained_on(tmp_
     assert not [name for name in names if f"number {name} of" in text]
 
 
+def test_files_that_cannot_be_read_are_left_out_of_the_text_for_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("not JSON\n")
+    run = run_of("json:*.jsonl", batches=1, held_out_one_in=2)
+    (tmp_path / "b.jsonl").write_text("")
+    with pytest.raises(MachineError, match=r"json:\*\.jsonl cannot be read .*: repair or remove the file"):
+        open_text(run, tmp_path, tmp_path / "cache").held_out()
+    write_json(tmp_path / "c", [f"good {i}" for i in range(64)])
+    (only,) = open_text(run, tmp_path, tmp_path / "cache").held_out()
+    assert "good" in decode(only)
+
+
+def test_names_of_files_and_folders_may_have_brackets(tmp_path: Path) -> None:
+    folder = tmp_path / "texts [1]"
+    folder.mkdir()
+    write_json(folder / "part[2]", ["inside " * 20] * 9)
+    assert "inside" in decode(take(reader(folder, "json:*.jsonl", held_out_one_in=NONE_HELD_OUT), 1))
+
+
 def test_all_of_the_training_text_is_read_if_there_is_a_validation_source(tmp_path: Path) -> None:
     write_json(tmp_path / "train", ["train " * 20] * 9)
     write_json(tmp_path / "validation", ["valid " * 20] * 9)
