@@ -44,7 +44,7 @@ IMAGE_ARGS ?=
 # The format of OCI, Podman's default, has no HEALTHCHECK.
 IMAGE_FORMAT = $(if $(findstring podman,$(DOCKER)),--format docker)
 
-.PHONY: help run datasets test test-all test-docker test-pythons test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
+.PHONY: help run datasets test test-all test-extras test-docker test-pythons test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
 
 help:
 	@echo "make run                           start a node on the built-in run"
@@ -57,6 +57,7 @@ help:
 	@echo "make test                          run before each commit: seven minutes"
 	@echo "make test-all                      all tests that need no GPU: what CI runs"
 	@echo "make test-pythons                  test on the other installed versions of Python"
+	@echo "make test-extras                   install the optional extras into .venv, and test what needs them"
 	@echo "make test-docker                   test image, compose and wheel (root; 30 min)"
 	@echo "make simulate                      run the swarm on virtual time: minutes"
 	@echo "make participation                 check on virtual time that every member takes part"
@@ -130,6 +131,12 @@ test-all: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
 	@$(BIN)/python -m pytest -n $(JOBS) $(addprefix --ignore=,$(ALONE)) || .ci/again $$?
 	@$(BIN)/python -m pytest $(ALONE) || .ci/again $$?
+
+# Their versions are those that users get, so they are in no lock file.
+test-extras: $(DEV_SET_UP) $(DASHBOARD)
+	@$(PIP_SHOWN) -e '.[eval,otlp,tensorboard,trackio,wandb]' spdx-tools | .ci/progress
+	@$(BIN)/python -m pytest tests/house/test_sbom.py tests/unit/test_sinks.py tests/unit/test_task_evaluation.py \
+		tests/swarm/test_publications.py
 
 lint: $(DEV_SET_UP) $(NODE_MODULES)
 	@$(BIN)/ruff check .
