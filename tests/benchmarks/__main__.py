@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs] [load] [pause]
     python -m tests.benchmarks slow_peer | slow_line | churn | scaling | hostile | join | homes
-    python -m tests.benchmarks gpu | tab
+    python -m tests.benchmarks gpu | tab | beside
     python -m tests.benchmarks publishing | kills | stops
 
 Only the benchmarks of the first line run by default. Those of the second line take about 15 minutes each. `gpu` and
@@ -36,6 +36,7 @@ LONG = (
     "homes",
     "gpu",
     "tab",
+    "beside",
     "kills",
     "stops",
     "publishing",
