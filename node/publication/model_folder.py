@@ -194,7 +194,7 @@ def _verified(folder: Path, cache: Path) -> tuple[ExportRecord, Manifest, Tensor
         if loads_code or _architecture(shape) != _architecture(manifest.run.model):
             raise not_valid(folder, f"config.json describes another model than {MANIFEST_FILE}, or names code to load")
 
-    _, flat = load_pretrained(ModelConfig(start=str(folder.absolute())), cache, check)
+    _, flat = load_pretrained(ModelConfig.model_construct(start=str(folder.absolute())), cache, check)
     if flat.numel() != record.parameters or _leaves_of(flat) != leaves[: len(leaf_bounds(flat.numel()))]:
         raise not_valid(folder, f"its parameters are not those of round {record.round}")
     if STATE_FILE in record.files:

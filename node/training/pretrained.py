@@ -136,4 +136,4 @@ def _convert_config(cfg: ModelConfig, config: Any) -> ModelConfig:
     head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     values["head_dim"] = 0 if head * config.num_attention_heads == config.hidden_size else head
     values["rope_theta"] = float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0)))
-    return ModelConfig(type=config.model_type, start=cfg.start, **values)
+    return ModelConfig(type=config.model_type, **values)
