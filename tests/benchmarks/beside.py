@@ -37,12 +37,16 @@ SLICE_S = 10.0
 def serve(node: Node) -> Iterator[list[psutil.Process]]:
     """Run `diloco-node serve` on the node's data folder. Yields its processes."""
     command = [sys.executable, "-m", "node.cli", "serve", "--data-dir", str(node.folder), "--port", "0"]
+    processes: list[psutil.Process] = []
     with subprocess.Popen(command, env=environment({}), stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline(), "serve has ended"
             top = psutil.Process(process.pid)
-            yield [top, *top.children(recursive=True)]
+            processes = [top, *top.children(recursive=True)]
+            yield processes
         finally:
+            for one in processes:
+                one.resume()
             process.terminate()
             process.wait(START_S)
 
