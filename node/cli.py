@@ -760,7 +760,7 @@ def _verify(call: Call) -> int:
         record = verify_model_folder(file, call.loaded.config.node.hub_cache)
         head = f"Head    {record.confirmed_head}\n" if record.confirmed_head is not None else ""
         print(
-            f"The export is valid.\nRun     {record.manifest_hash}\nRound   {record.round}\n"
+            f"The folder is valid.\nRun     {record.manifest_hash}\nRound   {record.round}\n"
             f"Digest  {record.state_digest}\n{head}"
             "The parameters are those of the state with this digest. Ask a member of the run whether its round "
             f"{record.round} has it."
@@ -855,8 +855,7 @@ def _steer(call: Call) -> int:
         if args.out is None and missing > 0:
             raise UsageError(f"The run needs {missing + 1} signatures: write a file with --out FILE, and pass it on.")
         if args.out is not None:
-            steer.write(args.out, signed)
-            print(f"Wrote amendment {amendment.number} to {args.out}. It needs {max(0, missing)} more signatures.")
+            print(steer.write_new(args.out, signed, missing))
         else:
             print(steer.submit(client, signed))
     return 0

@@ -18,7 +18,7 @@ from node.config.loader import check_value, nearest
 from node.config.schema import Config
 from node.errors import DataFolderError, UsageError
 from node.status import AmendmentInfo, GovernanceInfo
-from node.swarm.governance.charter import add_signature, sign_amendment
+from node.swarm.governance.charter import REFUSED, add_signature, sign_amendment
 from node.swarm.identity import Identity, load_identity
 
 LEAST_AHEAD = 2
@@ -181,6 +181,18 @@ def write(path: Path, signed: SignedAmendment) -> None:
         raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder of yours.") from exc
 
 
+def write_new(path: Path, signed: SignedAmendment, missing: int) -> str:
+    """Write a file to which others add `missing` signatures. Returns a sentence. Raises UsageError if it exists."""
+    if path.expanduser().exists():
+        raise UsageError(f"{path} exists already, and may hold signatures: name a new file.")
+    write(path, signed)
+    needs, amendment = max(0, missing), signed.amendment
+    return (
+        f"Wrote amendment {amendment.number} to {path}. It needs {needs} more signature{'' if needs == 1 else 's'}, "
+        f"and must be accepted before its round {amendment.from_round}."
+    )
+
+
 def read(path: Path) -> tuple[SignedAmendment, Amendment]:
     """Read a file that `write` has written. Raises UsageError."""
     try:
@@ -214,7 +226,8 @@ def submit(client: Client, signed: SignedAmendment, sleep: Callable[[float], Non
                 return f"Amendment {_line(one)}."
         refused = [one.reason for one in info.refused if one.digest == digest]
         if len(refused) > before:
-            raise UsageError(f"The node refuses the amendment: {refused[-1]}.")
+            reason = refused[-1].removeprefix(REFUSED)
+            raise UsageError(f"The node refuses the amendment, because {reason}.")
         sleep(LOOK_S)
     return "The amendment is submitted, but the node has not answered yet: see `diloco-node steer`."
 

@@ -102,7 +102,9 @@ class Journal:
         if record.dropped:
             self._add_node(record.reason or f"{record.dropped} rounds no longer count.")
         elif record.outcome is Outcome.FAILED and not record.head:
-            self._add_node(f"Round {record.round} failed and is tried again. {record.reason}".strip())
+            reason = record.reason.removesuffix(".")
+            sentence = f" {reason[0].upper()}{reason[1:]}." if reason else ""
+            self._add_node(f"Round {record.round} failed and is tried again.{sentence}")
 
     def add_amendments(self, before: GovernanceInfo, after: GovernanceInfo) -> None:
         """Note amendments that are pending or accepted since `before`, and those that were refused."""

@@ -172,7 +172,8 @@ def _verified(folder: Path, cache: Path) -> tuple[ExportRecord, Manifest, Tensor
         root = root_digest(record.round, record.tokens, record.parameters, leaves, *rest)
     except OSError as exc:
         raise UsageError(
-            f"{exc.filename} cannot be read ({exc.strerror}): name a folder that `export` has written."
+            f"{exc.filename} cannot be read ({exc.strerror}): name a whole folder that `export` has written, or that "
+            "of one published round."
         ) from exc
     except (ValueError, ManifestError) as exc:
         raise not_valid(folder, f"{RECORD_FILE} or {MANIFEST_FILE} is damaged") from exc

@@ -57,6 +57,8 @@ class TensorBoard:
         self._tokens = -1
 
     def write(self, point: Point) -> None:
+        if point.values.get("run/round_tokens") == 0:
+            return  # In a paused run. The step is that of the last round, whose point the reader would drop.
         if point.tokens <= self._tokens:
             # This node has left its side of a split. The reader then drops the points from these tokens on.
             start = self._events.SessionLog(status=self._events.SessionLog.START)

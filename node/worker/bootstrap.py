@@ -249,7 +249,7 @@ class Worker:
         """Wait for text and model, which are loaded again if an amendment has changed what they depend on."""
         self._reporter.enter(Phase.STARTING, "Loading text and model.", "loading")
         if self._loading is None or self._loading_for is None or needs_inputs(self._loading_for, run):
-            logger.info("Loading text and model for amended settings.")
+            logger.info("Loading text and model.")
             self._check_fit(run)
             self._start_loading(run)
         assert self._loading is not None

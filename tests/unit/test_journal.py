@@ -122,6 +122,8 @@ def test_journal_notes_what_happens_to_this_node_but_not_each_round() -> None:
         state.add_round(RoundRecord(round=7, outcome=Outcome.FAILED, reason="Too few members."))
     assert told(journal)[-1] == "Round 7 failed and is tried again. Too few members."
     assert len(told(journal)) == 5
+    state.add_round(RoundRecord(round=8, outcome=Outcome.FAILED, reason="the leader does not answer"))
+    assert told(journal)[-1] == "Round 8 failed and is tried again. The leader does not answer."
 
 
 def test_journal_tells_who_amended_what_but_not_what_was_amended_before_the_start() -> None:

@@ -67,6 +67,16 @@ def test_tensorboard_reads_the_curves_by_tokens_and_by_time(tmp_path: Path) -> N
     assert {event.value for event in found.Scalars("node/apply_s")} == {0.25}
 
 
+def test_tensorboard_keeps_the_round_before_a_pause_of_the_run(tmp_path: Path) -> None:
+    package("tensorboard")
+    accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    paused = Point(3, POINTS[-1].tokens, 1_700_000_009.0, {"run/members": 2.0, "run/round_tokens": 0.0})
+    assert_written(write("tensorboard", tmp_path, [*POINTS, paused]), 4)
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "my node-AbCdEfGh"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("run/training_loss")] == [point.tokens for point in POINTS]
+
+
 def test_trackio_finds_the_curves_in_its_local_database(tmp_path: Path) -> None:
     package("trackio")
     assert_written(write("trackio", tmp_path, POINTS[:2]), 2)

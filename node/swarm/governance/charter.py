@@ -29,6 +29,8 @@ from node.status import AMENDMENT_REFUSALS
 from node.swarm.identity import Identity, verify
 
 PURPOSE = "diloco amendment"
+REFUSED = "an amendment is refused, because "
+"""The beginning of each `AmendmentRefused`."""
 
 
 class AmendmentRefused(PeerError):
@@ -36,7 +38,7 @@ class AmendmentRefused(PeerError):
 
     def __init__(self, text: str, refusal: str) -> None:
         assert refusal in AMENDMENT_REFUSALS
-        super().__init__(f"an amendment is refused, because {text}")
+        super().__init__(f"{REFUSED}{text}")
         self.refusal = refusal
 
 
