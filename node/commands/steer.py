@@ -174,18 +174,20 @@ def sign(client: Client, identity: Identity, amendment: Amendment) -> tuple[Sign
     return signed, info.threshold - len(signed.signatures)
 
 
-def write(path: Path, signed: SignedAmendment) -> None:
+def write(path: Path, signed: SignedAmendment, *, is_new: bool = False) -> None:
+    """Write a file for `read`. Raises UsageError, also if `is_new` and the file exists."""
     try:
-        path.expanduser().write_text(signed.model_dump_json() + "\n", encoding="utf-8")
+        with path.expanduser().open("x" if is_new else "w", encoding="utf-8") as file:
+            file.write(signed.model_dump_json() + "\n")
+    except FileExistsError as exc:
+        raise UsageError(f"{path} exists already, and may hold signatures: name a new file.") from exc
     except OSError as exc:
         raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder of yours.") from exc
 
 
 def write_new(path: Path, signed: SignedAmendment, missing: int) -> str:
     """Write a file to which others add `missing` signatures. Returns a sentence. Raises UsageError if it exists."""
-    if path.expanduser().exists():
-        raise UsageError(f"{path} exists already, and may hold signatures: name a new file.")
-    write(path, signed)
+    write(path, signed, is_new=True)
     needs, amendment = max(0, missing), signed.amendment
     return (
         f"Wrote amendment {amendment.number} to {path}. It needs {needs} more signature{'' if needs == 1 else 's'}, "

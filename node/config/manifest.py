@@ -37,7 +37,7 @@ MOST_SOURCES = 1000
 MOST_NAME_CHARS = 500
 """Limit on a name of text, tokenizer or model."""
 HELD_OUT_ONE_IN = 20
-"""The default share of held-out documents, and that of the built-in text."""
+"""The default of `held_out_one_in`, and its value for the built-in text."""
 MOST_TOKENS = 2**62
 MOST_ROUNDS = 10**6
 MOST_MEMBERS = 10**6

@@ -103,8 +103,8 @@ def load_pretrained(
         lacking = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
         if lacking:  # They have random values.
             raise ConfigError(
-                f"run.model.start {start} lacks {len(lacking)} parameters, such as {printable(lacking[0], 100)}: name "
-                "a complete model."
+                f"run.model.start {start} lacks {len(lacking)} of its parameters, such as "
+                f"{printable(lacking[0], 100)}: name a complete model."
             )
         own = build_model(own_cfg, seed=0)
         own.load_state_dict(model.state_dict())

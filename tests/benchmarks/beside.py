@@ -71,21 +71,16 @@ async def measure_node(node: Node, parts: tuple[list[psutil.Process], list[psuti
     for number in range(2 * max(1, round(seconds / SLICE_S)) + 1):
         for one in parts[0]:
             one.resume() if number % 2 else one.suspend()
-        before, used_before, began_s = (
-            await moment(server, worker),
-            [processor_s(part) for part in parts],
-            time.monotonic(),
-        )
+        before, began_s = await moment(server, worker), time.monotonic()
+        used_before = [processor_s(part) for part in parts]
         await asyncio.sleep(SLICE_S)
         after = await moment(server, worker)
-        seen.slices.append(
-            Slice(number % 2 == 1, (after.tokens - before.tokens) / (after.seconds - before.seconds), 0.0)
-        )
+        rate = (after.tokens - before.tokens) / (after.seconds - before.seconds)
+        seen.slices.append(Slice(with_load=number % 2 == 1, tokens_per_s=rate, waited_ratio=0.0))
         if number % 2:
             past_s += time.monotonic() - began_s
-            used_s = [
-                old + processor_s(part) - first for old, part, first in zip(used_s, parts, used_before, strict=True)
-            ]
+            used = [processor_s(part) - first for part, first in zip(parts, used_before, strict=True)]
+            used_s = [old + new for old, new in zip(used_s, used, strict=True)]
     running, suspended = ([s.tokens_per_s for s in seen.slices if s.with_load is w] for w in (True, False))
     serve_ratio, sink_ratio = (used / past_s for used in used_s)
     return Result(

@@ -71,7 +71,7 @@ def changed_export(folder: Path, config: dict[str, object], without: str = "") -
 def test_no_run_starts_from_a_model_that_lacks_parameters(tmp_path: Path) -> None:
     """The library gives them random values."""
     cfg = changed_export(tmp_path / "model", {}, without="model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(ConfigError, match=r"lacks 1 parameters, such as model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(ConfigError, match=r"lacks 1 of its parameters, such as model\.layers\.1\.mlp\.up_proj\.weight"):
         load_pretrained(cfg, tmp_path / "cache")
     cfg = changed_export(tmp_path / "wide", {"intermediate_size": 48})
     with pytest.raises(ConfigError):
