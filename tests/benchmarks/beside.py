@@ -1,6 +1,6 @@
 """What `serve` and the metric sinks cost a node that trains, while nobody asks the served model.
 
-    python -m tests.benchmarks.beside [--seconds 60]
+    python -m tests.benchmarks.beside [--seconds 60] [--slice 10]
 
 One node trains, with the sink `jsonl` and, if it is installed, `tensorboard`. `diloco-node serve` runs on its data
 folder. In turns, `serve` runs and is suspended (SIGSTOP). The figures are the tokens a second in both cases, and the
@@ -30,7 +30,6 @@ from tests.swarm.harness import START_S, Node, Swarm, environment, wait_for
 
 SERVE_RATIO, SINK_RATIO = 0.03, 0.005
 """What is promised: the loss of tokens/s by `serve`, and the sinks' time as a share of the time of the steps."""
-SLICE_S = 10.0
 
 
 @contextmanager
@@ -64,16 +63,18 @@ def promise(name: str, ratio: float, promised_ratio: float) -> Figure:
     return Figure(name, "%", 100 * ratio, 100 * promised_ratio, "% promised", high=1.0)
 
 
-async def measure_node(node: Node, parts: tuple[list[psutil.Process], list[psutil.Process]], seconds: float) -> Result:
-    """Measure slices with `serve` suspended and running in turns. `parts` are its processes and those of the sinks."""
+async def measure_node(
+    node: Node, parts: tuple[list[psutil.Process], list[psutil.Process]], pairs: int, slice_s: float
+) -> Result:
+    """Measure slices with `serve` suspended and running in turns. `parts`: its processes and those of the sinks."""
     server, worker, seen = Server(node), node.find("worker"), Seen()
     used_s, past_s = [0.0, 0.0], 0.0
-    for number in range(2 * max(1, round(seconds / SLICE_S)) + 1):
+    for number in range(2 * pairs + 1):
         for one in parts[0]:
             one.resume() if number % 2 else one.suspend()
         before, began_s = await moment(server, worker), time.monotonic()
         used_before = [processor_s(part) for part in parts]
-        await asyncio.sleep(SLICE_S)
+        await asyncio.sleep(slice_s)
         after = await moment(server, worker)
         rate = (after.tokens - before.tokens) / (after.seconds - before.seconds)
         seen.slices.append(Slice(with_load=number % 2 == 1, tokens_per_s=rate, waited_ratio=0.0))
@@ -96,22 +97,26 @@ async def measure_node(node: Node, parts: tuple[list[psutil.Process], list[psuti
     )  # fmt: skip
 
 
-def measure(folder: Path, seconds: float) -> Result:
+def measure(folder: Path, pairs: int, slice_s: float) -> Result:
     names = ["jsonl", *(["tensorboard"] if find_spec("tensorboard") else [])]
     with Swarm(folder, RUN) as swarm:
-        node = swarm.found(f"--metrics.sinks={','.join(names)}", "--checkpoint.every_s=10")
+        node = swarm.node("founder")
+        node.program = "node.cli"  # A supervisor that is forked can start workers only.
+        node.start(f"--metrics.sinks={','.join(names)}", "--checkpoint.every_s=10")
         node.until_round(2)
         wait_for(lambda: len(sinks_of(node)) == len(names), START_S, "a sink has not started")
         with serve(node) as serving:
-            return asyncio.run(measure_node(node, (serving, sinks_of(node)), seconds))
+            return asyncio.run(measure_node(node, (serving, sinks_of(node)), pairs, slice_s))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="with the processes, all slices together")
+    parser.add_argument("--slice", type=float, default=10.0, help="seconds of each slice")
     options = parser.parse_args()
+    pairs = max(1, round(options.seconds / options.slice))
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
-        return measure(Path(name) / "swarm", options.seconds).conclude()
+        return measure(Path(name) / "swarm", pairs, options.slice).conclude()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from node.errors import MachineError
 from tests.benchmarks.processes import ROOT
 
 SMOKE = {
+    "beside": "--seconds 1 --slice 1",
     "churn": "--rounds 2 --inner-steps 30",
     "codecs": "--parameters 65536 --repeats 2",
     "data": "--turns 1 --seconds 0.2",
