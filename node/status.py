@@ -128,6 +128,7 @@ class PhaseState(Value):
     reason: str = "The node is starting."
     code: str = "starting"
     since: str = ""
+    """When this began. Training and the syncs in between count as one."""
     final: bool = False
     """The node's process ends with this phase and accepts no more actions."""
 

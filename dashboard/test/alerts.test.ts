@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Notice, Status } from "../src/api/schema";
-import { alertsOf, AlertWatch, GONE_MS, OFFLINE_MS, SETTLE_MS } from "../src/state/alerts";
+import { alertsOf, AlertWatch, GONE_MS, healthOf, OFFLINE_MS, SETTLE_MS, UNANSWERED_MS } from "../src/state/alerts";
 
 const status = (more: object = {}) =>
   ({ phase: "training", reason: "Trains.", reachability_code: "reached", reachability_reason: "", node: { mode: "train" }, notices: [], ...more }) as unknown as Status;
@@ -68,4 +68,31 @@ test("a node that does not answer is told once until it answers again", () => {
   watch.next(status({ phase: "stopped", final: true }), 6 * OFFLINE_MS);
   watch.next(null, 7 * OFFLINE_MS);
   expect(watch.next(null, 9 * OFFLINE_MS), "a node that has ended as asked is not missed").toEqual([]);
+});
+
+const well = { code: "training", since: "2026-01-01T00:00:00Z", peers: { training: 3, connected: 2 }, run: {}, sync: { last: null } };
+const START = Date.parse("2026-01-01T00:00:00Z");
+const health = (more: object, now = START) => healthOf(status({ ...well, ...more }), now);
+
+test.each([
+  [{}, "All is well. You need to do nothing."],
+  [{ peers: { training: 1, connected: 0 } }, "trains alone. Its work counts."],
+  [{ sync: { last: { outcome: "failed" } } }, "no work is lost"],
+  [{ phase: "paused", pause: { by: "owner" } }, "The machine is yours until you resume."],
+  [{ phase: "paused", pause: { by: "battery" } }, "The node resumes by itself."],
+  [{ phase: "syncing", code: "waiting_for_peers" }, "goes on by itself when others come"],
+  [{ phase: "syncing", code: "run_paused", run: { is_paused: true } }, "The whole run is paused."],
+  [{ notices: [notice("newer_version", "info")] }, "All is well."],
+  [{ reachability_code: "not_reached", reachability_reason: "x" }, "its work counts, but others cannot connect"],
+])("a node that works is well: %j", (more, text) => {
+  expect(health(more)).toEqual({ well: true, text: expect.stringContaining(text) });
+});
+
+test("an error, a warning and a silence of minutes are not well", () => {
+  expect(health({ phase: "error" })).toEqual({ well: false, text: expect.stringContaining("does not train") });
+  expect(health({ notices: [notice("disk_quota", "warning")] })).toEqual({ well: false, text: expect.stringContaining("warning below") });
+  const lost = { phase: "connecting", code: "no_peers" };
+  expect(health(lost, START + UNANSWERED_MS)?.well).toBe(true);
+  expect(health(lost, START + UNANSWERED_MS + 1)).toEqual({ well: false, text: expect.stringContaining("no member has answered") });
+  expect(health({ phase: "stopped" })).toBeNull();
 });

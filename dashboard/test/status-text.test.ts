@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { MonthUsage, Phase, Status } from "../src/api/schema";
-import { amendmentState, availableActions, company, describe, governedBy, energySource, isMoving, isOutside, isRelay, peerPhase, reach, reason, restartCommand, sourceName, trainsFor } from "../src/format/status-text";
+import { amendmentState, availableActions, company, describe, governedBy, energySource, isMoving, isOutside, isRelay, peerPhase, reach, reason, recentWork, restartCommand, sourceName, trainsFor } from "../src/format/status-text";
 
 const PHASES: Phase[] = [
   "starting", "connecting", "downloading", "training", "syncing", "paused", "draining", "leaving", "stopped", "error",
@@ -161,4 +161,19 @@ test("a node outside the swarm does not tell who trains there", () => {
     expect(company(status(phase, alone))).toBe("No other members are known yet.");
   }
   expect(company(status("training", { ...alone, node: { mode: "relay" } }))).toBe("No other members now.");
+});
+
+test("the work of a night is told with whether it counted", () => {
+  const night = { seen_s: 30_000, rounds: 44, computed_s: 29_000, tokens: 1_140_000, tokens_merged: 1_120_000 };
+  const told = (work: object, since: number | null = null) => {
+    const { verdict, told: text } = recentWork({ ...night, ...work }, since, 9 * 3_600_000);
+    return `${verdict} ${text}`.replaceAll("\u202f", " ");
+  };
+  expect(told({})).toBe(
+    "Your work counted. In the last 24 hours, this machine was on for 8 h 20 min and trained on 1.14 M tokens. " +
+      "In 44 rounds, 1.12 M tokens were merged into the model.",
+  );
+  expect(told({}, 0)).toContain("Since your last visit 9 h ago, this machine was on");
+  expect(told({ tokens_merged: 0 })).toContain("Nothing is merged yet.");
+  expect(told({ tokens: 0 })).toBe("No work yet. In the last 24 hours, this machine has not trained.");
 });

@@ -14,7 +14,7 @@ from node.api.auth import Guard
 from node.api.errors import add_error_handlers, add_problem_schema
 from node.api.examples import add_examples
 from node.api.page import make_page
-from node.api.public_routes import PublicPage, make_public_router
+from node.api.public_routes import PATH, PublicPage, make_public_router
 from node.api.routes import ApiContext, make_router
 
 
@@ -24,8 +24,10 @@ def build_app(context: ApiContext, *, hosts: Iterable[str] = ()) -> ASGIApp:
     api = FastAPI(title="diloco-node", version=context.build.version, openapi_url=None, redirect_slashes=False)
     api.include_router(make_router(context))
     api.include_router(make_page())
-    page = PublicPage(context.node, context.config.node.data_dir, context.config.swarm.announce)
-    api.include_router(make_public_router(page, is_public=context.config.api.public))
+    settings = context.config.api
+    address = settings.public_url.rstrip("/") + PATH if settings.public else ""
+    page = PublicPage(context.node, context.config.node.data_dir, context.config.swarm.announce, address)
+    api.include_router(make_public_router(page, is_public=settings.public))
     _add_openapi_document(api)
     add_error_handlers(api)
     config = context.config.api

@@ -142,6 +142,9 @@ RESPONSES: dict[tuple[str, str], Value] = {
     ("get", "/api/v1/journal"): models.JournalEntries(entries=(JOURNAL_ENTRY,)),
     ("get", "/api/v1/rounds"): models.Rounds(rounds=(ROUND,)),
     ("get", "/api/v1/history"): HISTORY,
+    ("get", "/api/v1/work"): models.RecentWork(
+        seen_s=86400.0, rounds=144, computed_s=84900.0, tokens=90_000_000, tokens_merged=89_400_000
+    ),
     ("get", "/api/v1/contributions"): models.Contributions(contributions=(CONTRIBUTION,)),
     ("get", "/api/v1/public"): PUBLIC_RUN,
     ("get", "/api/v1/run"): OwnRun(run=PUBLIC_RUN, own=PUBLIC_RUN.leaders[0]),

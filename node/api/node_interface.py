@@ -140,6 +140,21 @@ class PeerContribution:
 
 
 @dataclass(frozen=True, slots=True)
+class RecentWork:
+    """What this node did from a moment until now. The last ten seconds may be missing."""
+
+    seen_s: float
+    """Seconds in which the node ran."""
+    rounds: int
+    """Rounds that ended with a result, in which this node took part."""
+    computed_s: float
+    tokens: int
+    """Tokens that this node trained on."""
+    tokens_merged: int
+    """Tokens of this node that committed rounds include."""
+
+
+@dataclass(frozen=True, slots=True)
 class Configured:
     """The current configuration."""
 
@@ -228,6 +243,10 @@ class HistoryReader(Protocol):
 
     async def shares(self, limit: int) -> Sequence[PeerContribution]:
         """Return the peers with the most tokens, most first."""
+        ...
+
+    async def work(self, since_s: float) -> RecentWork:
+        """Return what this node did from `since_s` (Unix time) until now."""
         ...
 
 

@@ -210,7 +210,7 @@ def _leaders(run: PublicRun) -> str:
             for owner in run.owners
         )
         heads = ("Rank", "Name", "Team", "Machines", "Tokens", "Share", "Rounds", "In a row", "From round to round")
-        classes = ("number", "name", "name", "number", "number", "wide", "number", "number", "number")
+        classes = ("number", "name", "name", "number extra", "number", "wide", "number extra", "number extra", "number extra")
         body = _table("Who gave how much", heads, classes, rows)
         body += (
             f'<p class="quiet">Credit after round {run.credit_round:,}. Every member has the same table, because it is '
@@ -228,7 +228,7 @@ def _streaks(run: PublicRun) -> str:
         for owner in run.streaks
     )
     heads = ("Name", "Team", "Rounds in a row", "Tokens")
-    table = _table("Longest streaks", heads, ("name", "name", "number", "number"), rows)
+    table = _table("Longest streaks", heads, ("name", "name", "number", "number extra"), rows)
     return f'<section class="card"><h2>Longest streaks</h2>{table}</section>'
 
 
@@ -266,7 +266,7 @@ def _rounds(run: PublicRun) -> str:
     rows = (
         [
             f"{one.number:,}",
-            _moment(one.at),
+            f'<span class="extra">{_moment(one.at, "%d %b, ")}</span>{_moment(one.at, "%H:%M")}',
             f"{one.members:,}",
             short(one.tokens),
             f"{one.loss:.3f}" if one.loss is not None else "",
@@ -289,7 +289,11 @@ def _join(run: PublicRun) -> str:
             f"diloco-node run --join {escape(run.invite)}</pre>"
         )
     else:
-        body = "<p>Ask a member for an invite.</p>"
+        body = (
+            "<p>Install <code>diloco-node</code> and ask a member for the invite. It is on the page of each member "
+            "under Network, and <code>diloco-node invite</code> prints it. Then start "
+            "<code>diloco-node run --join INVITE</code>. You can pause or leave at any time, and your credit stays.</p>"
+        )
     return f'<section class="card"><h2>Take part</h2>{body}</section>'
 
 
@@ -306,10 +310,13 @@ def _facts(run: PublicRun) -> str:
 
 
 def _table(name: str, heads: Sequence[str], classes: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """A table of cells that are HTML already. A column without any content is left out."""
+
+    rows = list(rows)
+    shown = [column for column in range(len(heads)) if any(row[column] for row in rows)]
 
     def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in zip(classes, row, strict=True))
+        return "".join(f'<{tag} class="{classes[column]}">{row[column]}</{tag}>' for column in shown)
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     head = f"<thead><tr>{cells('th', heads)}</tr></thead>"

@@ -46,6 +46,8 @@ class PublicPage:
     """The data folder."""
     announced: Sequence[str] = ()
     """The multiaddresses that the owner announces."""
+    address: str = ""
+    """The page's path or URL for the owner's browser; empty if the page is not public."""
     _made_at: float = -FRESH_S
     _run: PublicRun | None = None
     _ranking: Ranking = field(default_factory=Ranking)
@@ -76,7 +78,7 @@ class PublicPage:
     async def own_run(self) -> OwnRun:
         run, peer_id = await self.run(), self.node.view().status.node.peer_id
         own = next((line for line in self._ranking.members if peer_id and line.key == peer_id), None)
-        return OwnRun(run=run, own=own)
+        return OwnRun(run=run, own=own, public_page=self.address)
 
     async def html(self) -> bytes:
         await self.run()

@@ -134,6 +134,8 @@ class OwnRun(Value):
     run: PublicRun
     own: RankedMember | None = None
     """This node's line of the leaderboard, whatever its rank; None before its first round."""
+    public_page: str = ""
+    """A path on this node, or a whole URL with `api.public_url`. Empty without `api.public`."""
 
 
 def read_run(folder: Path) -> Manifest | None:

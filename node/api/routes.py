@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, HTTPException, Query, Request, Response
@@ -207,6 +208,16 @@ def _add_history(router: APIRouter, context: ApiContext) -> None:
                 for share in shares
             )
         )
+
+    @router.get("/api/v1/work", responses=unavailable, tags=["node"])
+    async def work(
+        since: Annotated[
+            AwareDatetime | None, Query(description="A moment with a time zone (RFC 3339); default: a day ago.")
+        ] = None,
+    ) -> models.RecentWork:
+        """What this node did from a moment until now, over restarts."""
+        done = await context.history.work((since or datetime.now(UTC) - timedelta(days=1)).timestamp())
+        return models.RecentWork(**asdict(done))
 
 
 def _parse_series(text: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from node.api.metrics import Series
-from node.api.node_interface import Chart, HistoryUnavailable, PeerContribution
+from node.api.node_interface import Chart, HistoryUnavailable, PeerContribution, RecentWork
 from node.daemon.history_database import STAGES, SUMS, HistoryDatabase, Row, is_damage, set_aside
 from node.status import Activity, Channel, Outcome, Phase, Report, RoundRecord
 
@@ -122,6 +122,7 @@ class Sampler:
             else:
                 spent[Activity.IDLE] += elapsed_s - total_s
             sums |= {f"activity_{activity}": seconds for activity, seconds in spent.items()}
+            sums |= {name: sum(increases(name, ("",)).values()) for name in ("tokens_processed", "tokens_merged")}
         return sums
 
     def _spread(self, part: Row, from_s: float, to_s: float) -> None:
@@ -174,6 +175,10 @@ class HistoryStore:
 
     async def shares(self, limit: int) -> Sequence[PeerContribution]:
         return await self._ask(lambda database: database.shares(limit))
+
+    async def work(self, since_s: float) -> RecentWork:
+        now_s = self._clocks.wall_s()
+        return await self._ask(lambda database: database.work(since_s, now_s))
 
     def close(self) -> None:
         """Write the remaining rows and end the thread. Takes at most 2 * CLOSE_S, even if the disk hangs."""

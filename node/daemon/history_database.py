@@ -17,14 +17,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from node.api.node_interface import SERIES, Chart, PeerContribution
+from node.api.node_interface import SERIES, Chart, PeerContribution, RecentWork
 from node.status import Activity, Member, RoundRecord
 
 logger = logging.getLogger(__name__)
 
 FILE = "history.db"
 DAMAGED = "history.damaged.db"
-VERSION = 1
+VERSION = 2
 ROUNDS_KEPT = 1000
 PEERS_KEPT = 5000
 """Anyone can create identities, so those with the fewest tokens are removed when there are more."""
@@ -39,8 +39,10 @@ MEANS = (
 STAGES = ("rendezvous", "reduce", "commit", "apply", "blocked")
 SUMS = (
     *(f"activity_{activity}" for activity in Activity), *(f"sync_{stage}" for stage in STAGES),
-    "sent_bytes", "received_bytes",
+    "sent_bytes", "received_bytes", "tokens_processed", "tokens_merged",
 )  # fmt: skip
+ADDED = {1: ("tokens_processed", "tokens_merged")}
+"""The columns that the version after this one added, at the end."""
 COLUMNS = (*MEANS, *SUMS)
 
 
@@ -235,6 +237,16 @@ class HistoryDatabase:
         )
         return [PeerContribution(*row) for row in found]
 
+    def work(self, since_s: float, until_s: float) -> RecentWork:
+        """See `node_interface.HistoryReader.work`."""
+        tier = self._choose_tier(since_s, until_s, max(1, math.ceil((until_s - since_s) / TIERS[0].step)))
+        seen_s, rounds, computed_s, tokens, merged = self._db.execute(
+            "SELECT sum(seen_s), sum(rounds), sum(activity_compute), sum(tokens_processed), sum(tokens_merged) "  # noqa: S608
+            f"FROM {tier.table} WHERE at >= ? AND at < ?",
+            (math.floor(since_s / tier.step) * tier.step, until_s),
+        ).fetchone()
+        return RecentWork(seen_s or 0.0, rounds or 0, computed_s or 0.0, round(tokens or 0), round(merged or 0))
+
     def chart(self, names: Collection[str], since_s: float | None, until_s: float, points: int) -> Chart:
         """See `node_interface.HistoryReader.chart`. Reads the rows of one table only."""
         start_s = max(until_s - DEFAULT_SPAN_S if since_s is None else since_s, self._oldest_s(until_s))
@@ -325,9 +337,12 @@ def _series(values: dict[str, float | None], seen_s: float, rounds: int) -> dict
 
 def _create_tables(db: sqlite3.Connection) -> None:
     found = db.execute("PRAGMA user_version").fetchone()[0]
-    if found not in (0, VERSION):
+    if not 0 <= found <= VERSION:
         raise _damage_error(f"its version is {found}, and this node writes version {VERSION}")
     with _transaction(db):
+        for name in (column for version in range(found or VERSION, VERSION) for column in ADDED[version]):
+            for tier in TIERS:
+                db.execute(f"ALTER TABLE {tier.table} ADD COLUMN {name} REAL")
         columns = ", ".join(f"{name} REAL" for name in COLUMNS)
         for tier in TIERS:
             db.execute(

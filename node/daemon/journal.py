@@ -49,6 +49,8 @@ class Journal:
         """Whether a worker's table was complete once. Before that, every peer is new, but none has just joined."""
         self._told: tuple[Phase, str] | None = None
         """Phase and code of the last entry about this node."""
+        self._failed_round: int | None = None
+        """The round whose failure was noted last, until it is complete."""
 
     @property
     def entries(self) -> tuple[JournalEntry, ...]:
@@ -98,13 +100,17 @@ class Journal:
             self._add_node("Training." if status.code == "training" else status.reason)
 
     def add_round(self, record: RoundRecord) -> None:
-        """Note a round that failed or no longer counts."""
+        """Note a round that failed, that is complete after it failed, or that no longer counts."""
         if record.dropped:
             self._add_node(record.reason or f"{record.dropped} rounds no longer count.")
         elif record.outcome is Outcome.FAILED and not record.head:
             reason = record.reason.removesuffix(".")
             sentence = f" {reason[0].upper()}{reason[1:]}." if reason else ""
             self._add_node(f"Round {record.round} failed and is tried again.{sentence}")
+            self._failed_round = record.round
+        elif record.head and record.round == self._failed_round:
+            self._add_node(f"Round {record.round} is complete after all. No work was lost.")
+            self._failed_round = None
 
     def add_amendments(self, before: GovernanceInfo, after: GovernanceInfo) -> None:
         """Note amendments that are pending or accepted since `before`, and those that were refused."""

@@ -440,7 +440,8 @@ class Supervisor:
         often = f" {self._crashes} times in a row" if self._crashes > 1 else ""
         if self._crashes > len(timings.backoff_s):
             self._forget_crashes()
-            self._fail("worker_crashes", f"The worker crashed{often} ({cause}): repair the cause, then `resume`.")
+            remedy = "Close other programs, or give the node more memory" if exit_.lacked_memory else "See the log"
+            self._fail("worker_crashes", f"The worker crashed{often} ({cause}). {remedy}, then `resume`.")
             return
         text = (
             f"The worker crashed{often} ({cause}). It starts again. If it keeps crashing, see the logs for the cause."

@@ -64,13 +64,18 @@ class WorkerExit:
         """Whether the worker may have lost work: it had begun and sent no `Ended`."""
         return self.ended is None and self.had_begun
 
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether the kernel has probably ended the worker because memory ran out."""
+        return not self.fault and self.exit_status == -signal.SIGKILL
+
     def describe(self) -> str:
         """Return the cause of the exit as a clause, with the last line of output."""
         if self.fault:
             cause = self.fault
         elif self.exit_status < 0:
             name = signal.Signals(-self.exit_status).name
-            hint = ", most often because memory ran out" if name == "SIGKILL" else ""
+            hint = ", most often because memory ran out" if self.lacked_memory else ""
             cause = f"ended by {name}{hint}"
         else:
             cause = f"exit status {self.exit_status}"

@@ -140,7 +140,7 @@ def test_invite_on_the_page_names_only_what_the_owner_announces(node: FakeNode) 
         assert OTHER not in text and OTHER not in str(decoded)
     silent = node.config.swarm.model_copy(update={"announce": ()})
     node.config = node.config.model_copy(update={"swarm": silent})
-    assert "Ask a member for an invite" in client(node, public=True).get("/public/").text
+    assert "ask a member for the invite" in client(node, public=True).get("/public/").text
     assert client(node, public=True).get("/public/run.json").json()["invite"] == ""
 
 

@@ -137,6 +137,8 @@ def test_history_and_contributions_routes_return_what_was_recorded(client: Clien
     found = get(client, "history?series=training_loss,%20swarm_peers&points=7")
     assert set(found["series"]) == {"training_loss", "swarm_peers"}
     assert set(get(client, "history")["series"]) == set(SERIES)
+    # The row of these seconds is not written yet.
+    assert get(client, "work") == {"seen_s": 0, "rounds": 0, "computed_s": 0, "tokens": 0, "tokens_merged": 0}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,8 @@ def test_history_route_refuses_invalid_queries(client: ClientMaker, query: str) 
 
 @pytest.mark.parametrize("since", ["0001-01-01T00:00:00%2B14:00", "9999-12-31T23:59:59-14:00", "1e9", "-1e10"])
 def test_history_route_does_not_fail_for_extreme_dates(client: ClientMaker, since: str) -> None:
-    assert client().get(f"/api/v1/history?since={since}").status_code in (200, 422)
+    for name in ("history", "work"):
+        assert client().get(f"/api/v1/{name}?since={since}").status_code in (200, 422)
 
 
 def test_version_and_config_routes_return_versions_settings_and_origins(client: ClientMaker) -> None:

@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 from playwright.sync_api import BrowserContext
 
+from node.api.node_interface import RecentWork
 from node.status import PauseInfo, Phase, Sample, TrainingInfo
 from tests.browser.harness import NARROW, RESULTS, WIDE, Dashboard
 from tests.browser.scene import MONTH, Scene, peer, scene
@@ -55,26 +56,31 @@ def test_run_card_shows_purpose_progress_and_the_share_of_this_node(tab: Dashboa
     assert "Share, rank and streak count up to round 41." in told
 
 
-def test_owner_who_was_away_sees_what_the_machine_has_done_since(village: Scene, context: BrowserContext) -> None:
+def test_owner_who_was_away_sees_what_the_machine_has_done_since(
+    village: Scene, context: BrowserContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_s: list[float] = []
+
+    async def work(since_s: float) -> RecentWork:
+        asked_s.append(since_s)
+        return RecentWork(seen_s=32_280.0, rounds=87, computed_s=31_000.0, tokens=1_200_000, tokens_merged=1_100_000)
+
+    monkeypatch.setattr(village.node.past, "work", work)
     tab = village.open(context)
+    tab.mark("recent").get_by_text("In the last 24 hours").wait_for()
     tab.button("Leave").wait_for()
     assert "Your credit stays." in tab.page.locator(".order-notes").inner_text()
     tab.page.wait_for_function("localStorage.getItem('diloco-visit') !== null")
-    assert tab.mark("away").count() == 0, "nobody was away yet"
     stored = json.loads(tab.page.evaluate("localStorage.getItem('diloco-visit')"))
-    stored |= {
-        "at": stored["at"] - 9 * 3_600_000,
-        "tokens": stored["tokens"] - 1_200_000,
-        "rounds": stored["rounds"] - 3,
-    }
-    stored["merged"] -= 1_100_000
+    stored["at"] -= 9 * 3_600_000
     tab.page.evaluate("text => localStorage.setItem('diloco-visit', text)", json.dumps(stored))
     tab.page.reload()
-    tab.mark("away").wait_for()
-    assert tab.mark("away").inner_text().replace("\u202f", " ") == (
-        "Since your last visit 9 h ago, this machine has trained on 1.20 M tokens in 3 rounds with others, "
-        "and 1.10 M tokens were merged into the model."
+    tab.mark("recent").get_by_text("Since your last visit").wait_for()
+    assert tab.mark("recent").inner_text().replace("\u202f", " ") == (
+        "Your work counted. Since your last visit 9 h ago, this machine was on for 8 h 58 min and trained on 1.20 M "
+        "tokens. In 87 rounds, 1.10 M tokens were merged into the model."
     )
+    assert asked_s[-1] == pytest.approx(stored["at"] / 1000, abs=1.0)
     tab.page.screenshot(path=str(RESULTS / "away.png"), full_page=True)
     tab.page.set_viewport_size(NARROW)
     assert tab.overflow_px() <= 0
@@ -123,11 +129,11 @@ def test_events_say_who_left_who_fell_silent_and_who_joined(village: Scene, tab:
     village.depart("garage", ago_s=330, says_goodbye=False)
     village.ahead_s = 0
     village.show(swarm=(*village.report.swarm, peer("barn")))
-    village.enter(Phase.ERROR, "worker_crashes", "The worker crashed (killed): repair the cause, then `resume`.")
+    village.enter(Phase.ERROR, "worker_crashes", "The worker crashed (killed). See the log, then `resume`.")
     events = tab.page.locator(".events li")
     events.filter(has_text="The worker crashed").wait_for()
     told = [text.split("\n")[-1] for text in events.all_inner_texts()]
-    assert told[0].endswith("repair the cause, then resume.")
+    assert told[0].endswith("See the log, then resume.")
     assert told[1:4] == ["barn joined", "garage is gone: no answer", "attic left"]
     assert re.match(r"\d\d:\d\d", events.first.inner_text())
     assert tab.serious() == []
@@ -313,12 +319,12 @@ def test_browser_notifies_of_an_error_only_after_the_owner_asked_for_it(
     box = tab.page.get_by_label("Notify me in this browser when the node needs me")
     box.wait_for()
     assert not box.is_checked()
-    village.enter(Phase.ERROR, "worker_crashes", "The worker crashed: repair the cause, then `resume`.")
+    village.enter(Phase.ERROR, "worker_crashes", "The worker crashed. See the log, then `resume`.")
     tab.page.wait_for_timeout(12_000)
     assert tab.page.evaluate("window.told") == []
     box.click()
     wait_for(lambda: tab.page.evaluate("window.told.length"), 20, "a notification")
-    assert tab.page.evaluate("window.told") == ["shed needs you: The worker crashed: repair the cause, then resume."]
+    assert tab.page.evaluate("window.told") == ["shed needs you: The worker crashed. See the log, then resume."]
     assert box.is_checked()
     tab.page.reload()
     box.wait_for()

@@ -2,8 +2,9 @@
 
     python -m tests.browser.tour        pictures of each view at 360 and 1,280 pixels, in tests/browser/results
 
-Four real nodes train for some minutes. One of them leaves and one is killed. The pictures show the founder's page: each
-view, then paused, alone, with a worker that crashes, and after the daemon was killed. They also show the public page.
+Four real nodes train for some minutes, in a network of their own in which the founder has a public address. One of them
+leaves and one is killed. The pictures show the founder's page: each view, then paused, alone, with a worker that
+crashes, and after the daemon was killed. They also show the public page. Needs root.
 
 1. What am I training?                          6. Did my work count while I slept?
 2. How far is it?                               7. What does the model say?
@@ -14,6 +15,8 @@ view, then paused, alone, with a worker that crashes, and after the daemon was k
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -32,6 +35,10 @@ RUN = tiny(
     evaluation={"batches": 4, "every_rounds": 4},
     sample={"prompts": ["def open_file("], "every_rounds": 8},
 )
+ADDRESS = "11.0.1.2"
+"""A public address, as in the laboratory of homes."""
+PORT = 31337
+INSIDE = "--inside"
 ROUNDS = 24
 SETTLE_MS = 2500
 """Time for data, charts and transitions before a picture is taken."""
@@ -69,8 +76,13 @@ class Tour:
 
 
 def take_pictures(browser: Browser, swarm: Swarm) -> None:
-    founder = swarm.found("--api.public", "true")
-    others = swarm.join("attic", "garage", "cellar")
+    founder = swarm.node("founder")
+    founder.listen = f"/ip4/{ADDRESS}/tcp/{PORT}"
+    founder.start("--api.public=true", f"--swarm.announce={founder.listen}")
+    others = [swarm.node(name, join=founder.invite()) for name in ("attic", "garage", "cellar")]
+    for node in others:
+        node.preset, node.listen = None, f"/ip4/{ADDRESS}/tcp/0"
+        node.start()
     founder.until_training(3 * START_S)
     attic, garage, cellar = others
     founder.until_round(ROUNDS, 20 * START_S)
@@ -105,6 +117,10 @@ def main() -> int:
     if lacks := missing():
         print(f"No pictures: {lacks}.")
         return 3
+    if sys.argv[1:] != [INSIDE]:
+        again = f"exec {sys.executable} -m tests.browser.tour {INSIDE}"
+        script = f"ip link set lo up && ip address add {ADDRESS}/32 dev lo && {again}"
+        os.execvp("unshare", ["unshare", "--net", "sh", "-c", script])
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
         with Swarm(Path(folder), RUN) as swarm:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from node.api.metrics import Series, flatten
-from node.api.node_interface import SERIES, HistoryUnavailable
+from node.api.node_interface import SERIES, HistoryUnavailable, RecentWork
 from node.daemon import history_database
 from node.daemon.history import GAP_S, QUEUE_MAX, REOPEN_S, STEP_S, Clocks, HistoryStore, Sampler
 from node.daemon.history_database import (
@@ -62,13 +62,20 @@ class Machine:
         self.monotonic_s = 1000.0
         self.counters = Counters()
 
-    def advance(self, seconds: float, activity: Activity = Activity.COMPUTE, share: float = 1.0, sent: int = 0) -> None:
+    def advance(
+        self, seconds: float, activity: Activity = Activity.COMPUTE, share: float = 1.0, sent: int = 0, tokens: int = 0
+    ) -> None:
         self.wall_s += seconds
         self.monotonic_s += seconds
         spent = dict(self.counters.activity_seconds)
         spent[activity] = spent.get(activity, 0.0) + share * seconds
         bytes_sent = self.counters.network_sent_bytes.get(Channel.REDUCE, 0) + sent
-        self.counters = Counters(activity_seconds=spent, network_sent_bytes={Channel.REDUCE: bytes_sent})
+        self.counters = Counters(
+            activity_seconds=spent,
+            network_sent_bytes={Channel.REDUCE: bytes_sent},
+            tokens_processed=self.counters.tokens_processed + tokens,
+            tokens_merged=self.counters.tokens_processed,  # A round merges what was trained before it.
+        )
 
     def totals(self) -> Series:
         return flatten(self.counters)
@@ -246,6 +253,43 @@ def test_history_survives_a_restart_and_the_time_off_is_a_gap(tmp_path: Path, ma
     assert found["training_loss"] == [1.5] * 3 + [None] * 6 + [1.5] * 3 + [None] * 6
     assert found["utilization_ratio"][:4] == [0.5, 0.5, 0.5, None]
     assert set(found) == {"step_s", "at_s", "training_loss", "utilization_ratio", "activity_idle"}
+
+
+def test_work_since_a_moment_is_counted_over_a_restart(tmp_path: Path, machine: Machine) -> None:
+    for night in range(2):
+        with machine.history(tmp_path) as history:
+            history.add_report(make_report())
+            for number in range(3):
+                machine.advance(10.0, share=0.5, tokens=100)
+                history.add_round(make_round(10 * night + number))
+                history.add_report(make_report())
+        machine.advance(3600.0)
+    with machine.history(tmp_path) as history:
+        assert asyncio.run(history.work(START_S)) == RecentWork(60.0, 6, 30.0, 600, 400)
+        assert asyncio.run(history.work(START_S + 3600)) == RecentWork(30.0, 3, 15.0, 300, 200)
+        assert asyncio.run(history.work(machine.wall_s + 60)) == RecentWork(0.0, 0, 0.0, 0, 0)
+
+
+def test_history_file_of_version_1_gains_the_tokens_and_keeps_its_rows(tmp_path: Path, machine: Machine) -> None:
+    HistoryDatabase(tmp_path).close()
+    db = sqlite3.connect(tmp_path / FILE)
+    for tier in TIERS:
+        for name in ("tokens_processed", "tokens_merged"):
+            db.execute(f"ALTER TABLE {tier.table} DROP COLUMN {name}")
+        marks = ", ".join("?" * (1 + len(COLUMNS)))
+        at = int(START_S // tier.step * tier.step)
+        db.execute(f"INSERT INTO {tier.table} VALUES ({marks})", (at, 7.0, 2, *[1.0] * (len(COLUMNS) - 2)))
+    db.execute("PRAGMA user_version = 1")
+    db.commit()
+    db.close()
+    machine.advance(10.0)
+    with machine.history(tmp_path) as history:
+        history.add_report(make_report())
+        machine.advance(10.0, tokens=40)
+        history.add_report(make_report())
+    with machine.history(tmp_path) as history:
+        assert asyncio.run(history.work(START_S)) == RecentWork(17.0, 2, 11.0, 40, 0)
+    assert not (tmp_path / DAMAGED).exists()
 
 
 def test_round_records_survive_a_restart_and_charts_show_their_mean_seconds(tmp_path: Path, machine: Machine) -> None:

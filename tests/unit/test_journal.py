@@ -124,6 +124,10 @@ def test_journal_notes_what_happens_to_this_node_but_not_each_round() -> None:
     assert len(told(journal)) == 5
     state.add_round(RoundRecord(round=8, outcome=Outcome.FAILED, reason="the leader does not answer"))
     assert told(journal)[-1] == "Round 8 failed and is tried again. The leader does not answer."
+    for number in (8, 9):
+        state.add_round(RoundRecord(round=number, outcome=Outcome.COMPLETE, head=f"head-{number}"))
+    assert told(journal)[-1] == "Round 8 is complete after all. No work was lost."
+    assert len(told(journal)) == 7
 
 
 def test_journal_tells_who_amended_what_but_not_what_was_amended_before_the_start() -> None:

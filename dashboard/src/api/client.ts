@@ -1,7 +1,7 @@
 /** HTTP requests to this node, and the session and token that they need. */
 
 import type {
-  Contribution, Fault, GeneratedText, GovernanceInfo, History, JournalEntry, LogLine, OwnRun, PauseOrder, ResolvedConfig, RoundRecord, Status, Swarm, TextRequest, Version,
+  Contribution, Fault, GeneratedText, GovernanceInfo, History, JournalEntry, LogLine, OwnRun, PauseOrder, RecentWork, ResolvedConfig, RoundRecord, Status, Swarm, TextRequest, Version,
 } from "./schema";
 
 export type Json = string | number | boolean | null | Json[] | { [key: string]: Json };
@@ -159,6 +159,7 @@ export const api = {
     (await request<{ contributions: Contribution[] }>("GET", "/api/v1/contributions")).contributions,
   history: (since: string, points: number) =>
     request<History>("GET", `/api/v1/history${query({ since, points })}`),
+  work: (since: string) => request<RecentWork>("GET", `/api/v1/work${query({ since })}`),
   logs: (level: Level, search: string, limit: number, after?: number) =>
     request<{ records: LogLine[]; last_id: number }>("GET", `/api/v1/logs${query({ level, search, limit, after })}`),
   version: () => request<Version>("GET", "/api/v1/version"),

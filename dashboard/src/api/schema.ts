@@ -167,6 +167,7 @@ export type Outcome = "complete" | "partial" | "failed" | "skipped" | "alone";
 export interface OwnRun {
   run: PublicRun;
   own: RankedMember | null;
+  public_page: string;
 }
 
 export interface PauseInfo {
@@ -317,6 +318,14 @@ export interface RankedTeam {
   machines: number;
   tokens: number;
   share_ratio: number;
+}
+
+export interface RecentWork {
+  seen_s: number;
+  rounds: number;
+  computed_s: number;
+  tokens: number;
+  tokens_merged: number;
 }
 
 export interface RefusedAmendment {

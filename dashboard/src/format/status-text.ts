@@ -1,7 +1,7 @@
 /** Names and explanations of phases, codes and reachability, written for the owner of the machine. */
 
-import type { AmendmentInfo, GovernanceInfo, MonthUsage, Phase, Status } from "../api/schema";
-import { count, energy, many, moment, soon } from "./format";
+import type { AmendmentInfo, GovernanceInfo, MonthUsage, Phase, RecentWork, Status } from "../api/schema";
+import { brief, count, duration, energy, many, moment, soon } from "./format";
 import { cleanName } from "./sanitize";
 
 interface State {
@@ -121,6 +121,15 @@ export function reason(status: Pick<Status, "phase" | "code" | "reason" | "pause
   if (code === "scheduled" && until !== null) return `Outside of its hours until ${soon(until, now)}.${lost}`;
   if (code === "traffic_limit" && until !== null) return `The traffic limit of this month is reached. Paused until ${soon(until, now)}.${lost}`;
   return status.reason;
+}
+
+/** What a node did lately, in two sentences. `since`: the owner's last visit, ms; null means the last 24 hours. */
+export function recentWork({ seen_s: seen, rounds, tokens, tokens_merged: merged }: RecentWork, since: number | null, now: number): { verdict: string; told: string } {
+  const when = since === null ? "In the last 24 hours" : `Since your last visit ${brief((now - since) / 1000)} ago`;
+  if (!tokens) return { verdict: "No work yet.", told: `${when}, this machine has not trained.` };
+  const ran = `${when}, this machine was on for ${duration(seen < 60 ? seen : 60 * Math.round(seen / 60))} and trained on ${many(tokens, "token")}.`;
+  if (!merged) return { verdict: "Nothing is merged yet.", told: `${ran} Its work is merged into the model at the end of a round.` };
+  return { verdict: "Your work counted.", told: `${ran} In ${many(rounds, "round")}, ${many(merged, "token")} were merged into the model.` };
 }
 
 /** Where the electricity of a month is known from. */

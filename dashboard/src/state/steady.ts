@@ -18,8 +18,6 @@ export class Steady {
     if (before && this.syncFrom !== null && now - this.syncFrom < STEADY_MS) {
       const { phase, code, reason, since } = before;
       shown = { ...news, phase, code, reason, since };
-    } else if (before && news.phase === "training" && news.code === before.code) {
-      shown = { ...news, since: before.since };
     }
     this.shown = shown;
     return shown;

@@ -1,7 +1,6 @@
-/** What the node has done since its owner last looked at the page. */
+/** When the owner last looked at the page, if that is longer ago than a moment. */
 
 import { effect, signal } from "@preact/signals";
-import type { Status } from "../api/schema";
 import { status, visible } from "./store";
 
 const KEY = "diloco-visit";
@@ -9,26 +8,16 @@ const KEY = "diloco-visit";
 export const ABSENCE_MS = 10 * 60_000;
 const SAVE_MS = 30_000;
 
-/** The counters of a node at a time. */
+/** The node whose page was seen, and when that was, ms since the epoch. */
 export interface Visit {
   peer: string;
-  /** When the page was last seen, ms since the epoch. */
   at: number;
-  tokens: number;
-  merged: number;
-  rounds: number;
-}
-
-export function visitOf({ node, contribution }: Pick<Status, "node" | "contribution">, at: number): Visit {
-  const { tokens_total: tokens, tokens_merged: merged, rounds_joined: rounds } = contribution;
-  return { peer: node.peer_id, at, tokens, merged, rounds };
 }
 
 export function parseVisit(text: string | null): Visit | null {
   try {
     const found = JSON.parse(text ?? "null") as Partial<Visit> | null;
-    const isWhole = found && typeof found.peer === "string" && [found.at, found.tokens, found.merged, found.rounds].every(Number.isFinite);
-    return isWhole ? (found as Visit) : null;
+    return found && typeof found.peer === "string" && Number.isFinite(found.at) ? { peer: found.peer, at: found.at as number } : null;
   } catch {
     return null;
   }
@@ -36,26 +25,13 @@ export function parseVisit(text: string | null): Visit | null {
 
 /** Whether the owner was away between two visits to the same node. */
 export function wasAway(before: Visit | null, now: Visit): boolean {
-  return before !== null && before.peer === now.peer && before.tokens <= now.tokens && now.at - before.at >= ABSENCE_MS;
+  return before !== null && before.peer === now.peer && now.at - before.at >= ABSENCE_MS;
 }
 
-/** What a node has done since a visit. */
-export interface Work {
-  seconds: number;
-  tokens: number;
-  merged: number;
-  rounds: number;
-}
+/** The last visit before the owner was away, ms since the epoch; null if the owner was not. */
+export const lastVisit = signal<number | null>(null);
 
-export function workSince(before: Visit, now: Visit): Work {
-  const more = (name: "tokens" | "merged" | "rounds") => Math.max(0, now[name] - before[name]);
-  return { seconds: (now.at - before.at) / 1000, tokens: more("tokens"), merged: more("merged"), rounds: more("rounds") };
-}
-
-/** The last visit before the owner was away; null if the owner was not. */
-export const lastVisit = signal<Visit | null>(null);
-
-/** Notes the counters while the page is visible, and notices an absence when it is seen again. */
+/** Notes the time while the page is visible, and notices an absence when it is seen again. */
 export function watchVisits(): void {
   let last: Visit | null = null;
   try {
@@ -65,10 +41,10 @@ export function watchVisits(): void {
   }
   let savedAt = 0;
   effect(() => {
-    const own = status.value;
-    if (!own?.node.peer_id || !visible.value) return;
-    const visit = visitOf(own, Date.now());
-    if (last && wasAway(last, visit)) lastVisit.value = last;
+    const peer = status.value?.node.peer_id;
+    if (!peer || !visible.value) return;
+    const visit = { peer, at: Date.now() };
+    if (last && wasAway(last, visit)) lastVisit.value = last.at;
     else if (last && last.peer !== visit.peer) lastVisit.value = null;
     last = visit;
     if (visit.at - savedAt < SAVE_MS) return;

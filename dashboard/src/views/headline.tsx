@@ -10,6 +10,7 @@ import { Term } from "../components/term";
 import { Ago, Prose } from "../components/text";
 import { brief, decimals, duration, moment, percent, soon, tokensPerSecond, tomorrowAt } from "../format/format";
 import { clean } from "../format/sanitize";
+import { healthOf } from "../state/alerts";
 import { availableActions, isMoving, isOutside, isRelay, reason, restartCommand, trainsFor } from "../format/status-text";
 import { ageS, now as clock, stale, state, word } from "../state/store";
 
@@ -29,10 +30,11 @@ export function Headline({ status }: { status: Status }) {
             {gone ? `Last state: ${state.value.word}, ${brief(ageS.value)} ago.` : <Prose text={reason(status, clock.value)} />}
           </p>
           {!gone && <p class="meaning">{trainsFor(status) ?? state.value.meaning}</p>}
+          {!gone && <HealthLine status={status} />}
           <RestartHint status={status} />
           <p class="since">
             <span>
-              {!gone && <Ago at={status.since} prefix="For " />}
+              {!gone && <Ago at={status.since} prefix={`${word.value} for `} />}
             </span>
             <UpcomingChanges status={status} />
           </p>
@@ -41,7 +43,7 @@ export function Headline({ status }: { status: Status }) {
       </div>
       {stale.value && (
         <p class={status.final ? "notice info" : "notice error"} data-testid="stale">
-          {status.final ? "The node has ended." : "The node does not answer. If it stays so, start it again as you did before: your credit is safe."}{" "}
+          {status.final ? "The node has ended." : "Something is wrong: the node does not answer. Its program or its machine may have stopped. If it stays so, start it again as you did before: your credit is safe."}{" "}
           Showing data from {brief(ageS.value)} ago. This page reconnects automatically.
         </p>
       )}
@@ -57,6 +59,17 @@ export function Headline({ status }: { status: Status }) {
       ))}
       {!isRelay(status) && <Progress status={status} />}
     </>
+  );
+}
+
+/** Whether something is wrong. */
+function HealthLine({ status }: { status: Status }) {
+  const health = healthOf(status, clock.value);
+  if (health === null || status.final) return null;
+  return (
+    <p class={health.well ? "health" : "health unwell"} data-testid="health">
+      <span aria-hidden="true">{health.well ? "✓" : "!"}</span> {health.text}
+    </p>
   );
 }
 
@@ -209,14 +222,20 @@ function Actions({ status }: { status: Status }) {
         </button>
       )}
       {can.leave && (
-        <button type="button" class="button plain" disabled={stale.value} onClick={() => setConfirming(true)}>
+        <button type="button" class="button" disabled={stale.value} onClick={() => setConfirming(true)}>
           Leave
         </button>
       )}
       {(can.pause || can.leave) && (
         <p class="quiet order-notes" id="order-notes">
-          {can.pause && "Pause frees the device within seconds; Resume continues. "}
-          {can.leave && "Leave stops this node; it can be started again. Your credit stays."}
+          {stale.value ? (
+            "The buttons work again when the node answers."
+          ) : (
+            <>
+              {can.pause && "Pause gives your machine back within seconds; Resume continues. "}
+              {can.leave && "Leave stops this node; you can start it again. Your credit stays."}
+            </>
+          )}
         </p>
       )}
     </div>

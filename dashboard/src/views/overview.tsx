@@ -3,18 +3,18 @@
 import { useState } from "preact/hooks";
 import type { Status } from "../api/schema";
 import { Fact, Prose, Section } from "../components/text";
-import { brief, bytes, count, hours, many, NONE, percent } from "../format/format";
+import { bytes, count, many, NONE } from "../format/format";
 import { company, isOutside, isRelay, reach } from "../format/status-text";
 import { link, OFFLINE, stale, status } from "../state/store";
-import { lastVisit, visitOf, workSince } from "../state/visits";
 import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./chart-specs";
 import { Amendments } from "./amendments";
 import { Charts } from "./charts";
+import { ContributionSection } from "./contributed";
 import { Devices } from "./devices";
 import { Headline } from "./headline";
 import { Journal } from "./journal";
 import { Month } from "./month";
-import { RunCard } from "./run-card";
+import { ownRun, RunCard } from "./run-card";
 import { TryModel } from "./try-model";
 
 export function Overview() {
@@ -57,45 +57,6 @@ function NoStatus() {
   );
 }
 
-function ContributionSection({ status }: { status: Status }) {
-  const { contribution, compute_utilization_ratio: busy, forecast_utilization_ratio: forecast } = status;
-  const share = contribution.rounds_attempted ? contribution.rounds_joined / contribution.rounds_attempted : null;
-  return (
-    <Section title="Contributed" id="given">
-      <WhileAway status={status} />
-      <dl class="ledger">
-        <Fact label="Tokens" note={tokensNote(contribution)}>
-          {count(contribution.tokens_total)}
-        </Fact>
-        <Fact label="Rounds with others" note={share === null ? "none yet" : `${percent(share)} of ${count(contribution.rounds_attempted)} merged`}>
-          {count(contribution.rounds_joined)}
-        </Fact>
-        <Fact label="Compute time">{hours(contribution.training_s)}</Fact>
-        <Fact label="Busy, last round" note={forecast == null ? "" : `forecast ${percent(forecast)}`}>{percent(busy)}</Fact>
-        <Fact label="Sent" note={contribution.bytes_forwarded ? `${bytes(contribution.bytes_forwarded)} for members with slow uplinks` : ""}>
-          {bytes(contribution.bytes_sent)}
-        </Fact>
-        <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
-        {!!contribution.bytes_relayed && <Fact label="Relayed">{bytes(contribution.bytes_relayed)}</Fact>}
-      </dl>
-    </Section>
-  );
-}
-
-/** What this machine did while its owner did not look. */
-function WhileAway({ status }: { status: Status }) {
-  if (!lastVisit.value) return null;
-  const { seconds, tokens, merged, rounds } = workSince(lastVisit.value, visitOf(status, Date.now()));
-  const work = tokens
-    ? `this machine has trained on ${many(tokens, "token")} in ${many(rounds, "round")} with others, and ${many(merged, "token")} were merged into the model`
-    : "this machine has not trained";
-  return (
-    <p class="away" data-testid="away">
-      Since your last visit {brief(seconds)} ago, {work}.
-    </p>
-  );
-}
-
 /** What leaves the run for others: publications, and scores in tasks. Nothing if there are none. */
 function Publication({ status }: { status: Status }) {
   const { publication, training } = status;
@@ -134,11 +95,6 @@ function RelaySection({ status }: { status: Status }) {
   );
 }
 
-function tokensNote({ tokens_merged: merged, tokens_discarded: discarded }: Status["contribution"]): string {
-  const parts = [merged != null && `${count(merged)} merged into the model`, discarded && `${count(discarded)} discarded`];
-  return parts.filter(Boolean).join(", ");
-}
-
 function Network({ status: now }: { status: Status }) {
   const outside = isOutside(now);
   const alone = now.peers.training <= 1 && now.peers.connected === 0;
@@ -174,32 +130,39 @@ function Network({ status: now }: { status: Status }) {
   );
 }
 
-/** The invite string with a copy button. */
+/** The line with which others join, with a copy button, and the public page of the run. */
 function Invite({ text }: { text: string }) {
   const [copyResult, setCopyResult] = useState("");
+  const line = `diloco-node run --join ${text}`;
   const copy = async () => {
     try {
       // The browser offers the clipboard only over HTTPS and on localhost.
-      await navigator.clipboard.writeText(text);
+      await navigator.clipboard.writeText(line);
       setCopyResult("Copied");
     } catch {
-      setCopyResult("Select the text and copy it");
+      setCopyResult("Select the line and copy it");
     }
     setTimeout(() => setCopyResult(""), 3000);
   };
+  const page = ownRun.value?.public_page;
   return (
-    <details class="invite">
-      <summary>Invite others</summary>
-      <p class="quiet">Send this text. Whoever has it joins with: diloco-node run --join INVITE</p>
+    <div class="invite">
+      <h3>Invite others</h3>
+      <p class="quiet">Send them this line. Whoever has installed diloco-node joins the run with it.</p>
       <p class="together">
-        <code tabIndex={0}>{text}</code>
+        <code tabIndex={0}>{line}</code>
         <button type="button" class="button" onClick={copy}>
           Copy
         </button>
+        <span class="quiet" role="status">
+          {copyResult}
+        </span>
       </p>
-      <p class="quiet" role="status">
-        {copyResult}
-      </p>
-    </details>
+      {page && (
+        <p class="quiet">
+          Everybody can see the run, but not this machine, on <a href={page}>its public page</a>.
+        </p>
+      )}
+    </div>
   );
 }

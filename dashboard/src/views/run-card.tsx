@@ -41,7 +41,7 @@ export function RunCard() {
         <Fact label="Model" note="parameters">
           {count(run.parameters || null)}
         </Fact>
-        <Fact label="Members" note={run.members_ever ? `${count(run.members_ever)} ever` : ""}>
+        <Fact label="Members" note={run.members_ever ? `here now, ${count(run.members_ever)} ever` : "here now"}>
           {membersNow(status.value, run)}
         </Fact>
       </dl>
@@ -57,7 +57,9 @@ export function RunCard() {
 /** How many members take part now. */
 function membersNow(own: Status | null, run: PublicRun): string {
   if (!own) return count(run.members_now);
-  return isOutside(own) ? NONE : count(own.peers.training);
+  // A node that is paused, or in a paused run, hears that nobody trains, although members are here.
+  const isPaused = own.phase === "paused" || own.run.is_paused;
+  return isOutside(own) ? NONE : count(isPaused ? Math.max(own.peers.training, own.peers.connected) : own.peers.training);
 }
 
 /** Progress of the whole run. */
@@ -102,7 +104,7 @@ function Share({ own, members }: { own: RankedMember | null; members: number }) 
       <Fact label="Rank" note={own ? `of ${many(members, "member")}` : ""}>
         {own ? ordinal(own.rank) : NONE}
       </Fact>
-      <Fact label="Streak" note={own ? (own.streak === 1 ? "round" : "rounds in a row") : ""}>
+      <Fact label="Streak" note={own ? "rounds in a row, anew after a miss" : ""}>
         {own ? count(own.streak) : NONE}
       </Fact>
     </>

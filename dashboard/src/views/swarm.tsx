@@ -163,7 +163,6 @@ const PEERS: Column<Row>[] = [
     key: (peer) => peer.phase || null,
     cell: (peer) => (peer.gone ? (peer.gone.said_goodbye ? "Left" : "No answer") : cleanName(peerPhase(peer.phase), 16)),
   },
-  { id: "round", label: "Round", key: (peer) => (peer.gone ? null : peer.round), cell: (peer) => (peer.round < 0 ? NONE : peer.round), figure: true },
   {
     id: "tokens_per_second",
     label: "Tokens/s",
@@ -171,6 +170,7 @@ const PEERS: Column<Row>[] = [
     cell: (peer) => count(peer.tokens_per_second),
     figure: true,
   },
+  { id: "round", label: "Round", key: (peer) => (peer.gone ? null : peer.round), cell: (peer) => (peer.round < 0 ? NONE : peer.round), figure: true },
   {
     id: "busy",
     label: "Busy",

@@ -41,6 +41,7 @@ export function TryModel() {
           id="try-prompt"
           rows={3}
           maxLength={LONGEST_PROMPT}
+          placeholder="Write how a text begins, then press Continue."
           value={prompt.value}
           onInput={(event) => (prompt.value = event.currentTarget.value)}
         />
