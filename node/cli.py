@@ -624,6 +624,8 @@ def _act(call: Call) -> int:
         print(f"pause: accepted; round {number} has ended already, so the node pauses now.")
     else:
         print(f"{call.args.command}: accepted; the node goes to phase {answer.get('phase', 'unknown')}.")
+    if call.args.command == "resume" and client.status()["run"]["is_paused"]:
+        print("The whole run is paused, so the node trains when it is resumed: see `diloco-node steer`.")
     return 0
 
 
@@ -841,7 +843,8 @@ def _steer(call: Call) -> int:
     if args.action == "show":
         print(steer.describe(steer.governance(client)))
     elif args.action == "sign":
-        print(steer.sign_file(Path(args.words[0]), steer.read_key(call.data_dir, args.key)))
+        info = steer.governance(client) if client.is_there() else None
+        print(steer.sign_file(Path(args.words[0]), steer.read_key(call.data_dir, args.key), info))
     elif args.action == "submit":
         print(steer.submit(client, steer.read(Path(args.words[0]))[0]))
     else:

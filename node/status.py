@@ -170,6 +170,8 @@ class RunInfo(Value):
     swarm_tokens: int = 0
     total_tokens: int = 0
     """The number of swarm tokens at which the run is complete; 0 until the manifest is known."""
+    rewound_tokens: int = 0
+    """Tokens of rounds that rollbacks took back. `swarm_tokens` and `total_tokens` include them."""
     is_paused: bool = False
     """Whether an amendment has paused the run, so that no member trains."""
     amendments: int = 0
@@ -201,10 +203,14 @@ class AmendmentInfo(Value):
 
 
 class RefusedAmendment(Value):
-    """A submitted amendment that this node has refused."""
+    """A submitted amendment that this node has refused, or a pending one that no round can accept any more."""
 
     digest: str
     reason: str
+    """A clause."""
+    number: int = 0
+    change: str = ""
+    """As in `AmendmentInfo`."""
 
 
 class GovernanceInfo(Value):
@@ -225,7 +231,7 @@ class GovernanceInfo(Value):
     amendments: tuple[AmendmentInfo, ...] = ()
     """In the order of their numbers; pending ones come last."""
     refused: tuple[RefusedAmendment, ...] = ()
-    """The newest submissions that this node has refused, newest last."""
+    """The newest amendments that this node has refused or dropped, newest last."""
 
 
 class Sample(Value):

@@ -6,7 +6,7 @@ from typing import Any
 
 from node.api import models
 from node.api.leaderboard import RankedMember, RankedOwner, RankedTeam
-from node.api.node_interface import GeneratedText, LogLine
+from node.api.node_interface import GeneratedText, LogLine, RecentWork
 from node.api.public_run import LossPoint, OwnRun, PublicMember, PublicRound, PublicRun, PublicSample
 from node.status import (
     AmendmentInfo,
@@ -142,7 +142,7 @@ RESPONSES: dict[tuple[str, str], Value] = {
     ("get", "/api/v1/journal"): models.JournalEntries(entries=(JOURNAL_ENTRY,)),
     ("get", "/api/v1/rounds"): models.Rounds(rounds=(ROUND,)),
     ("get", "/api/v1/history"): HISTORY,
-    ("get", "/api/v1/work"): models.RecentWork(
+    ("get", "/api/v1/work"): RecentWork(
         seen_s=86400.0, rounds=144, computed_s=84900.0, tokens=90_000_000, tokens_merged=89_400_000
     ),
     ("get", "/api/v1/contributions"): models.Contributions(contributions=(CONTRIBUTION,)),

@@ -60,20 +60,6 @@ class Contributions(Value):
     """Most tokens first."""
 
 
-class RecentWork(Value):
-    """What this node did from a moment until now. The last ten seconds may be missing."""
-
-    seen_s: float
-    """Seconds in which the node ran."""
-    rounds: int
-    """Rounds that ended with a result, in which this node took part."""
-    computed_s: float
-    tokens: int
-    """Tokens that this node trained on."""
-    tokens_merged: int
-    """Tokens of this node that committed rounds include."""
-
-
 class Logs(Value):
     records: tuple[LogLine, ...]
     """Oldest first."""

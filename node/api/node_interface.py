@@ -139,8 +139,7 @@ class PeerContribution:
     last_round: int
 
 
-@dataclass(frozen=True, slots=True)
-class RecentWork:
+class RecentWork(Value):
     """What this node did from a moment until now. The last ten seconds may be missing."""
 
     seen_s: float

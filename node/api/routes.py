@@ -35,6 +35,7 @@ from node.api.node_interface import (
     LogLine,
     Node,
     PauseOrder,
+    RecentWork,
     Settings,
     TextRequest,
 )
@@ -214,10 +215,9 @@ def _add_history(router: APIRouter, context: ApiContext) -> None:
         since: Annotated[
             AwareDatetime | None, Query(description="A moment with a time zone (RFC 3339); default: a day ago.")
         ] = None,
-    ) -> models.RecentWork:
+    ) -> RecentWork:
         """What this node did from a moment until now, over restarts."""
-        done = await context.history.work((since or datetime.now(UTC) - timedelta(days=1)).timestamp())
-        return models.RecentWork(**asdict(done))
+        return await context.history.work((since or datetime.now(UTC) - timedelta(days=1)).timestamp())
 
 
 def _parse_series(text: str) -> tuple[str, ...]:

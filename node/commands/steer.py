@@ -18,7 +18,7 @@ from node.config.loader import check_value, nearest
 from node.config.schema import Config
 from node.errors import DataFolderError, UsageError
 from node.status import AmendmentInfo, GovernanceInfo
-from node.swarm.governance.charter import REFUSED, add_signature, sign_amendment
+from node.swarm.governance.charter import add_signature, sign_amendment
 from node.swarm.identity import Identity, load_identity
 
 LEAST_AHEAD = 2
@@ -50,8 +50,8 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"{word!r} is no change: write KEY=VALUE, such as inner.lr=2e-4.")
         if key not in CHANGEABLE:
             raise UsageError(
-                f"run.{key} cannot be changed while the run runs: the nearest key that can is "
-                f"{nearest(key, CHANGEABLE)}."
+                f"run.{key} cannot be changed while the run runs: did you mean {nearest(key, CHANGEABLE)}? "
+                f"These can be changed: {', '.join(sorted(CHANGEABLE))}."
             )
         try:
             value = check_value(f"run.{key}", text)
@@ -87,6 +87,8 @@ def read_target(data_dir: Path, word: str) -> dict[str, Any]:
     """The content of a rollback to this round, of which this node has a checkpoint. Raises UsageError."""
     from node.training.checkpoint import CheckpointStore
 
+    if not word.isdecimal():
+        raise UsageError(f"{word!r} is no number of a round: write `diloco-node steer rollback ROUND`.")
     store = CheckpointStore(data_dir / "checkpoints", keep=1)
     kept = [str(round_) for round_ in store.rounds()]
     digest = store.digest_at(int(word)) if word in kept else ""
@@ -110,6 +112,7 @@ def draft(
     if info.mode == "fixed":
         raise UsageError("Nobody may amend this run: its founder chose run.governance = fixed.")
     check_effects(content.get("changes", {}), info.schedule_tokens, int(status["peers"]["training"]))
+    check_pause(info, action)
     # `swarm_round` is only what most members claim, so it sets the default and not the limit.
     last = max(info.round, int(status["run"]["swarm_round"]))
     # No round of a paused run follows by itself, so a change applies from the next one on.
@@ -155,6 +158,16 @@ def check_effects(changes: Mapping[str, Any], schedule_tokens: int, members: int
         )
 
 
+def check_pause(info: GovernanceInfo, action: str) -> None:
+    """Raise UsageError for a pause of a run that is or will be paused, or a resume of one that is and stays running."""
+    orders = [one.change for one in info.amendments if one.change in ("pause", "resume")]
+    will_pause = orders[-1] == "pause" if orders else info.is_paused
+    if action == "pause" and will_pause:
+        raise UsageError("The run is paused already, or will be: see `diloco-node steer`.")
+    if action == "resume" and not will_pause:
+        raise UsageError("The run is not paused, or will be resumed: see `diloco-node steer`.")
+
+
 def governance(client: Client) -> GovernanceInfo:
     info = GovernanceInfo.model_validate(client.amendments())
     if not info.run:
@@ -165,13 +178,18 @@ def governance(client: Client) -> GovernanceInfo:
 def sign(client: Client, identity: Identity, amendment: Amendment) -> tuple[SignedAmendment, int]:
     """Sign an amendment. Returns it with the number of signatures that it still needs. Raises UsageError."""
     info = governance(client)
+    check_key(info, identity)
+    signed = sign_amendment(identity, amendment)
+    return signed, info.threshold - len(signed.signatures)
+
+
+def check_key(info: GovernanceInfo, identity: Identity) -> None:
+    """Raise UsageError if this key may not amend the run."""
     if identity.peer_id not in info.keys:
         raise UsageError(
             f"The key {identity.peer_id} may not amend this run: use --key FILE with the key of one of "
             f"{', '.join(info.keys)}."
         )
-    signed = sign_amendment(identity, amendment)
-    return signed, info.threshold - len(signed.signatures)
 
 
 def write(path: Path, signed: SignedAmendment, *, is_new: bool = False) -> None:
@@ -190,7 +208,7 @@ def write_new(path: Path, signed: SignedAmendment, missing: int) -> str:
     write(path, signed, is_new=True)
     needs, amendment = max(0, missing), signed.amendment
     return (
-        f"Wrote amendment {amendment.number} to {path}. It needs {needs} more signature{'' if needs == 1 else 's'}, "
+        f"Wrote amendment {amendment.number} to {path}. It needs {_signatures(needs)}, "
         f"and must be accepted before its round {amendment.from_round}."
     )
 
@@ -206,12 +224,29 @@ def read(path: Path) -> tuple[SignedAmendment, Amendment]:
         raise UsageError(f"{path} holds no amendment: use a file that `diloco-node steer` has written.") from exc
 
 
-def sign_file(path: Path, identity: Identity) -> str:
-    """Add a signature to a file. Returns what was signed."""
+def sign_file(path: Path, identity: Identity, info: GovernanceInfo | None) -> str:
+    """Add a signature to a file. Returns what was signed, and what is missing if the run of `info` is that of the file.
+
+    Raises UsageError if the key may not amend that run.
+    """
     signed, amendment = read(path)
-    write(path, add_signature(identity, signed))
+    is_known = info is not None and info.run == amendment.run
+    if is_known and info is not None:
+        check_key(info, identity)
+    signed = add_signature(identity, signed)
+    write(path, signed)
     what = f"{amendment.number}: {amendment.describe()}, from round {amendment.from_round}"
-    return f"Signed amendment {what}, with the key {identity.peer_id}."
+    if not is_known or info is None:
+        return (
+            f"Signed amendment {what}, with the key {identity.peer_id}. No node of its run runs here to check the key."
+        )
+    missing = info.threshold - len(signed.signatures.keys() & set(info.keys))
+    then = f"It needs {_signatures(missing)}." if missing > 0 else f"It is complete: `diloco-node steer submit {path}`."
+    return f"Signed amendment {what}. {then}"
+
+
+def _signatures(missing: int) -> str:
+    return f"{missing} more signature{'' if missing == 1 else 's'}"
 
 
 def submit(client: Client, signed: SignedAmendment, sleep: Callable[[float], None] = time.sleep) -> str:
@@ -228,8 +263,7 @@ def submit(client: Client, signed: SignedAmendment, sleep: Callable[[float], Non
                 return f"Amendment {_line(one)}."
         refused = [one.reason for one in info.refused if one.digest == digest]
         if len(refused) > before:
-            reason = refused[-1].removeprefix(REFUSED)
-            raise UsageError(f"The node refuses the amendment, because {reason}.")
+            raise UsageError(f"The node refuses the amendment, because {refused[-1]}.")
         sleep(LOOK_S)
     return "The amendment is submitted, but the node has not answered yet: see `diloco-node steer`."
 
@@ -246,6 +280,7 @@ def describe(info: GovernanceInfo) -> str:
         f"May amend  {who}",
         f"State      {'paused' if info.is_paused else 'running'} after round {info.round}",
         *(f"Amendment  {_line(one)}" for one in info.amendments),
+        *(f"Refused    {one.number}: {one.change}, because {one.reason}" for one in info.refused if one.number),
     ]
     return "\n".join(lines)
 

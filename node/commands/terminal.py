@@ -145,9 +145,9 @@ def describe(status: Status, link: str = "") -> Text:
         ("node", f"{status.node.name or 'unnamed'}, version {status.node.version}, {status.node.data_dir}"),
         ("peer id", status.node.peer_id or "unknown"),
         ("digest", run.state_digest or "no state yet"),
-        ("training", f"{_progress(status)}, {_speed(status)}"),
+        ("training", "paused, with the whole run" if run.is_paused else f"{_progress(status)}, {_speed(status)}"),
         ("loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses if loss is not None) or "unknown"),
-        ("next sync", "unknown" if status.sync.eta_s is None else f"in {short_duration(status.sync.eta_s)}"),
+        ("next sync", _next_sync(status)),
         ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {reachability}"),
         ("given", f"{contribution.tokens_total:,} tokens, {joined}"),
         ("merged", f"{contribution.tokens_merged:,} tokens, {contribution.tokens_discarded:,} discarded"),
@@ -172,6 +172,12 @@ def describe(status: Status, link: str = "") -> Text:
     return Text("\n").join([head, *named])
 
 
+def _next_sync(status: Status) -> str:
+    if status.run.is_paused:
+        return "when the run is resumed"
+    return "unknown" if status.sync.eta_s is None else f"in {short_duration(status.sync.eta_s)}"
+
+
 def _round(number: int) -> str:
     return f"round {number}" if number >= 0 else "nothing yet"
 
@@ -190,7 +196,8 @@ def _run_line(run: RunInfo) -> str:
     if not run.total_tokens:
         return run.name
     done = run.swarm_tokens / run.total_tokens
-    return f"{run.name}, {done:.1%} done: {run.swarm_tokens:,} of {run.total_tokens:,} tokens of all members"
+    rewound = f", {run.rewound_tokens:,} of them taken back by rollbacks" if run.rewound_tokens else ""
+    return f"{run.name}, {done:.1%} done: {run.swarm_tokens:,} of {run.total_tokens:,} tokens of all members{rewound}"
 
 
 def _month_line(month: MonthUsage) -> str:

@@ -245,7 +245,13 @@ class HistoryDatabase:
             f"FROM {tier.table} WHERE at >= ? AND at < ?",
             (math.floor(since_s / tier.step) * tier.step, until_s),
         ).fetchone()
-        return RecentWork(seen_s or 0.0, rounds or 0, computed_s or 0.0, round(tokens or 0), round(merged or 0))
+        return RecentWork(
+            seen_s=seen_s or 0.0,
+            rounds=rounds or 0,
+            computed_s=computed_s or 0.0,
+            tokens=round(tokens or 0),
+            tokens_merged=round(merged or 0),
+        )
 
     def chart(self, names: Collection[str], since_s: float | None, until_s: float, points: int) -> Chart:
         """See `node_interface.HistoryReader.chart`. Reads the rows of one table only."""

@@ -125,7 +125,8 @@ class Journal:
                 self._add_node(f"{what} is {'pending' if is_pending else f'accepted by round {one.accepted_round}'}.")
         for refused in after.refused:
             if refused not in before.refused:
-                self._add_node(f"A submitted amendment was refused: {refused.reason}")
+                what = f"Amendment {refused.number} ({refused.change})" if refused.number else "An amendment"
+                self._add_node(f"{what} was refused: {refused.reason}.")
 
     def _add_peer(self, kind: JournalKind, row: PeerRow) -> None:
         self._add(JournalEntry(at="", kind=kind, peer_id=row.peer_id, name=row.name, text=WORDS[kind]))

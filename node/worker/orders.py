@@ -15,6 +15,7 @@ from node.config.amendments import SignedAmendment
 from node.config.schema import Config
 from node.host.disk_quota import Quota, quota_bytes
 from node.host.logs import set_level
+from node.swarm.governance.charter import AmendmentRefused
 from node.swarm.member import SwarmMember
 from node.training.device import threads_per_rank
 from node.training.replica import Replica
@@ -75,7 +76,9 @@ class Orders:
 
     def _submitted(self, signed: SignedAmendment, call: Future[None]) -> None:
         if not call.cancelled() and (error := call.exception()) is not None:
-            self._reporter.amendment_refused(signed, str(error))
+            self._reporter.amendment_refused(
+                signed, error.reason if isinstance(error, AmendmentRefused) else str(error)
+            )
 
     def round_over(self) -> None:
         """Mark a drain as complete, because the round of this node's contribution is committed."""

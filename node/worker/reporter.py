@@ -9,7 +9,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from node.config.amendments import AcceptedAmendment, SignedAmendment, Terms, decode_list, rewound_tokens
@@ -170,6 +170,7 @@ class Reporter:
         self.run = self.run.model_copy(
             update={
                 "total_tokens": terms.run.total_tokens + rewound,
+                "rewound_tokens": rewound,
                 "is_paused": terms.is_paused,
                 "amendments": len(accepted),
                 "round": tip.round,
@@ -201,7 +202,12 @@ class Reporter:
     def amendment_refused(self, signed: SignedAmendment, reason: str) -> None:
         """Report that a submitted amendment is refused. Callable from any thread."""
         logger.warning("A submitted amendment is refused: %s", reason)
-        self._refused.append(RefusedAmendment(digest=_digest(signed), reason=reason))
+        amendment = signed.amendment
+        self._refused.append(
+            RefusedAmendment(
+                digest=_digest(signed), reason=reason, number=amendment.number, change=amendment.describe()
+            )
+        )
 
     # reports
 
@@ -234,11 +240,22 @@ class Reporter:
         known = {one.number for one in self._governance.amendments}
         pending = [_info(one) for one in self.view.pending_amendments]
         amendments = (*self._governance.amendments, *(one for one in pending if one.number not in known))
+        if self.state.phase in (Phase.TRAINING, Phase.SYNCING):
+            self._note_dropped({one.digest for one in amendments})
         update = {"amendments": amendments, "refused": tuple(self._refused)}
         governance = self._governance.model_copy(update=update)
         if governance != self._told_governance:
             self._told_governance = governance
             self._link.send(GovernanceReport(governance=governance))
+
+    def _note_dropped(self, digests: Collection[str]) -> None:
+        """Note the amendments that were pending and are not among these, which are pending or accepted."""
+        for one in self._told_governance.amendments:
+            if one.accepted_round is None and one.digest not in digests:
+                reason = f"no round before round {one.from_round} has accepted it"
+                self._refused.append(
+                    RefusedAmendment(digest=one.digest, reason=reason, number=one.number, change=one.change)
+                )
 
     @property
     def view(self) -> MemberSnapshot:

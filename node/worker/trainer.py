@@ -518,11 +518,14 @@ class Trainer:
             )  # fmt: skip
         before, self._terms = self._terms, self._session.terms_after(self.tip)
         if self._session.rules.is_rolled_back(self.tip):
-            logger.warning("An amendment has taken the run back to an earlier state. Training goes on from there.")
+            done = [one for one in decode_list(self.tip.state.amendments) if one.rewound_tokens is not None]
+            to_round = done[-1].signed.amendment.to_round
+            logger.warning("An amendment has taken the run back to the state after round %s.", to_round)
             raise Amended
         if before == self._terms:
             return
-        logger.info("The settings of round %d are amended.", self.tip.round + 1)
+        if not self._terms.is_stopped:
+            logger.info("Amended settings apply from round %d on.", self.tip.round + 1)
         self._report_position()
         if needs_inputs(before.run, self._run) or before.run.sync != self._run.sync:
             raise Amended

@@ -140,7 +140,7 @@ def test_journal_tells_who_amended_what_but_not_what_was_amended_before_the_star
     journal.add_amendments(GovernanceInfo(), first)
     pending = new.model_copy(update={"accepted_round": None})
     second = first.model_copy(update={"amendments": (old, pending)})
-    refused = (RefusedAmendment(digest="3", reason="it is late"),)
+    refused = (RefusedAmendment(digest="3", reason="it is late", number=3, change="pause"),)
     third = first.model_copy(update={"amendments": (old, new), "refused": refused})
     journal.add_amendments(first, second)
     journal.add_amendments(second, third)
@@ -148,5 +148,5 @@ def test_journal_tells_who_amended_what_but_not_what_was_amended_before_the_star
     assert told(journal) == [
         "Amendment 2 by of ada (inner.lr = 0.1, from round 9) is pending.",
         "Amendment 2 by of ada (inner.lr = 0.1, from round 9) is accepted by round 5.",
-        "A submitted amendment was refused: it is late",
+        "Amendment 3 (pause) was refused: it is late.",
     ]

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from node.config.amendments import Amendment
 from node.status import Phase
+from node.swarm.governance.charter import sign_amendment
+from node.swarm.identity import new_identity
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from node.swarm.member import MemberSnapshot
     from node.worker import reporter as reporter_module
     from node.worker.reporter import Reporter
 
 
 class Link:
-    """Receives reports and keeps none."""
+    """Receives reports."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
 
     def send(self, message: object) -> None:
-        pass
+        self.sent.append(message)
 
 
 @pytest.fixture
@@ -28,7 +37,7 @@ def reporter(monkeypatch: pytest.MonkeyPatch) -> Reporter:
     moments = iter(range(1000))
     monkeypatch.setattr(reporter_module, "utc_now", lambda: str(next(moments)))
     link: Any = Link()
-    counters: Any = None
+    counters: Any = SimpleNamespace(utilization_ratio=None)
     found = Reporter(link, counters, lambda: ())
     monkeypatch.setattr(found, "tell", lambda *, now=False: None)
     return found
@@ -58,3 +67,21 @@ def test_waiting_for_members_and_for_text_begin_anew(reporter: Reporter) -> None
     assert len(set(began)) == len(began)
     reporter.enter(Phase.PAUSED, "Because of something else.", "scheduled")
     assert reporter.state.since == began[-1]
+
+
+def test_pending_amendment_that_no_round_accepts_is_told_as_refused(reporter: Reporter) -> None:
+    """An owner who only sees it vanish from the list cannot know whether it took place."""
+    amendment = Amendment(run="ab" * 32, number=1, from_round=9, action="pause")
+    signed = sign_amendment(new_identity(), amendment)
+    swarm: Any = SimpleNamespace(view=MemberSnapshot(pending_amendments=(signed,)), say=lambda *_: None)
+    reporter.swarm = swarm
+    reporter.enter_training(8, overlaps=False)
+    reporter._tell_governance()
+    swarm.view = replace(swarm.view, pending_amendments=())
+    for _ in range(2):
+        reporter._tell_governance()
+    told: Any = reporter._link
+    assert [len(one.governance.amendments) for one in told.sent] == [1, 0]
+    (refused,) = told.sent[-1].governance.refused
+    assert (refused.number, refused.change) == (1, "pause")
+    assert refused.reason == "no round before round 9 has accepted it"

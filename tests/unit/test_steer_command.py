@@ -30,9 +30,13 @@ class Node:
         self.is_paused = False
         self.schedule_tokens = 1000
         self.pending: tuple[AmendmentInfo, ...] = ()
+        self.is_running = True
 
     def __call__(self, _folder: Path) -> Node:
         return self
+
+    def is_there(self) -> bool:
+        return self.is_running
 
     def status(self) -> dict[str, Any]:
         return {"run": {"swarm_round": LAST}, "peers": {"training": 3}}
@@ -68,7 +72,8 @@ class Node:
         try:
             self.accepted = self.charter.accept(self.accepted, amendment, LAST + 1)
         except AmendmentRefused as exc:
-            self.refused.append(RefusedAmendment(digest=digest, reason=str(exc)))
+            number, change = amendment.amendment.number, amendment.amendment.describe()
+            self.refused.append(RefusedAmendment(digest=digest, reason=exc.reason, number=number, change=change))
         return {"digest": digest}
 
     @property
@@ -108,9 +113,14 @@ def test_founder_amends_pauses_resumes_and_stops(node: Node, home: Path, capsys:
     assert steer(home, "amend", "run.inner.lr=2e-4", "total_tokens=4000000000") == 0
     out = capsys.readouterr().out
     assert "Amendment 1 is accepted by round 21: inner.lr = 0.0002, total_tokens = 4000000000" in out
+    assert steer(home, "resume") == 2
+    assert "The run is not paused" in capsys.readouterr().err
     assert steer(home, "pause", "--from-round", "30") == 0
+    assert steer(home, "pause") == 2
+    assert "paused already, or will be" in capsys.readouterr().err
     node.is_paused = True
     assert steer(home, "resume") == 0
+    assert steer(home, "resume") == 2
     assert steer(home, "stop") == 0
     assert node.changes == [
         ("inner.lr = 0.0002, total_tokens = 4000000000", LAST + 4),
@@ -172,7 +182,7 @@ def test_a_pending_rollback_can_be_replaced(node: Node, home: Path, capsys: pyte
     [
         (("amend",), "Name what to change"),
         (("amend", "inner.lr"), "write KEY=VALUE"),
-        (("amend", "inner.lrr=1"), "nearest key that can is inner.lr"),
+        (("amend", "inner.lrr=1"), "did you mean inner.lr?"),
         (("amend", "model.hidden_size=64"), "cannot be changed while the run runs"),
         (("amend", "inner.lr=fast"), "is not allowed"),
         (("amend", "inner.lr=2", "--from-round", "21"), "too early: the first round to change is 22"),
@@ -228,10 +238,17 @@ def test_two_of_three_keys_sign_a_file(
     assert steer(folders[0], "submit", str(file)) == 2
     assert "1 of the 2 signatures" in capsys.readouterr().err
     assert steer(folders[2], "sign", str(file)) == 0
-    said = f"Signed amendment 1: inner.lr = 0.5, from round {LAST + 4}, with the key {keys[2]}.\n"
-    assert capsys.readouterr().out == said
+    said = capsys.readouterr().out
+    assert said.startswith(f"Signed amendment 1: inner.lr = 0.5, from round {LAST + 4}. It is complete:")
     stranger = folder_of(tmp_path, "stranger")
+    assert steer(stranger, "sign", str(file)) == 2
+    assert "may not amend this run" in capsys.readouterr().err
+    node.is_running = False
     assert steer(stranger, "sign", str(file)) == 0, "the right ones stay valid"
+    assert "No node of its run runs here to check the key." in capsys.readouterr().out
+    node.is_running = True
+    assert steer(folders[0]) == 0
+    assert "Refused    1: inner.lr = 0.5, because it has 1 of the 2 signatures" in capsys.readouterr().out
     assert steer(folders[1], "submit", str(file)) == 0
     assert node.changes == [("inner.lr = 0.5", LAST + 4)]
     file.write_text("{}")
@@ -248,6 +265,7 @@ def test_founder_goes_back_to_a_checkpoint_of_its_node(
     assert steer(home, "rollback", "11") == 2
     assert "no checkpoint of round 11: choose one of 12." in capsys.readouterr().err
     assert steer(home, "rollback", "x") == steer(home, "rollback") == 2
+    assert "'x' is no number of a round" in capsys.readouterr().err
     assert steer(home, "rollback", "12") == 0
     assert node.changes == [("rollback to round 12", LAST + 4)]
     assert decode_list(node.accepted)[0].signed.amendment.state == "ef" * 32

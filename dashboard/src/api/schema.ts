@@ -331,6 +331,8 @@ export interface RecentWork {
 export interface RefusedAmendment {
   digest: string;
   reason: string;
+  number: number;
+  change: string;
 }
 
 export interface ResolvedConfig {
@@ -375,6 +377,7 @@ export interface RunInfo {
   swarm_round: number;
   swarm_tokens: number;
   total_tokens: number;
+  rewound_tokens: number;
   is_paused: boolean;
   amendments: number;
   head: string;

@@ -29,17 +29,15 @@ from node.status import AMENDMENT_REFUSALS
 from node.swarm.identity import Identity, verify
 
 PURPOSE = "diloco amendment"
-REFUSED = "an amendment is refused, because "
-"""The beginning of each `AmendmentRefused`."""
 
 
 class AmendmentRefused(PeerError):
-    """An amendment that a round cannot accept. `refusal` is one of `AMENDMENT_REFUSALS`."""
+    """An amendment that a round cannot accept. `reason` is a clause, `refusal` is one of `AMENDMENT_REFUSALS`."""
 
-    def __init__(self, text: str, refusal: str) -> None:
+    def __init__(self, reason: str, refusal: str) -> None:
         assert refusal in AMENDMENT_REFUSALS
-        super().__init__(f"{REFUSED}{text}")
-        self.refusal = refusal
+        super().__init__(f"an amendment is refused, because {reason}")
+        self.reason, self.refusal = reason, refusal
 
 
 def add_signature(identity: Identity, signed: SignedAmendment) -> SignedAmendment:
