@@ -869,7 +869,7 @@ def _export(call: Call) -> int:
 
     target: Path = call.args.folder
     number = export(call.loaded.config, target.expanduser(), with_gguf=call.args.gguf)
-    print(f"Wrote the model after round {number} to {target}.")
+    print(f"Wrote the model {f'after round {number}' if number >= 0 else 'before the first round'} to {target}.")
     return 0
 
 

@@ -57,6 +57,8 @@ KEEP_ALIVE_S = 15.0
 RECONNECT_MS = 2000
 """How long a browser waits before it reconnects to the event stream."""
 CONTRIBUTORS_MAX = 1000
+GONE_CHECK_S = 1.0
+"""How often a slow answer checks whether its caller still waits."""
 POINTS_MAX = 2000
 PATCH_EXAMPLE = {
     "limits": {"upload_mbit_s": 20},
@@ -408,16 +410,22 @@ def _add_generate(router: APIRouter, texts: ContinuesText | None) -> None:
     described = describe_problems(404, 429, 503)
 
     @router.post("/api/v1/generate", response_model=GeneratedText, responses=described, tags=["actions"])
-    async def generate(request: TextRequest) -> GeneratedText | Response:
+    async def generate(order: TextRequest, request: Request) -> GeneratedText | Response:
         """Continue a text with the newest checkpoint. It takes seconds, and one request is answered at a time."""
         if texts is None:
             return problem_response(404, "A relay has no model: ask a member that trains.")
+        answer = asyncio.create_task(texts.generate(order))
         try:
-            return await texts.generate(request)
+            while not (await asyncio.wait({answer}, timeout=GONE_CHECK_S))[0]:
+                if await request.is_disconnected():
+                    return Response(status_code=499)  # Nobody reads it.
+            return answer.result()
         except GeneratorBusy as exc:
             return problem_response(429, str(exc), {"Retry-After": "5"}, code=exc.code)
         except GeneratorFailed as exc:
             return problem_response(503, str(exc), code=exc.code)
+        finally:
+            answer.cancel()
 
 
 def _add_amendments(router: APIRouter, node: Node) -> None:

@@ -185,7 +185,7 @@ def _round(number: int) -> str:
 def _publication_line(publication: PublicationInfo) -> str:
     if publication.problem:
         return publication.problem
-    newest = f"round {publication.round} at" if publication.round >= 0 else "nothing yet at"
+    newest = f"round {publication.round} at" if publication.round >= 0 else "no publication known yet at"
     waiting = f"; {publication.waiting} rounds wait" if publication.waiting else ""
     return f"{newest} {publication.to}{waiting}"
 

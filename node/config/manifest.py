@@ -471,6 +471,10 @@ class RunConfig(Section):
         keys, threshold = self.governance_keys, self.governance_threshold
         if len(set(keys)) < len(keys):
             raise ValueError("governance_keys names a key twice")
+        if self.governance == "keys" and not keys:
+            raise ValueError(
+                "governance keys needs governance_keys: name the peer ids of the keys that may amend the run"
+            )
         if self.governance == "keys" and threshold > len(keys):
             raise ValueError(f"governance_threshold {threshold} is more than the {len(keys)} governance_keys")
         if self.governance != "keys" and threshold > 1:

@@ -321,8 +321,8 @@ TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,40}$")]
 
 
 class EvaluateConfig(Section):
-    """Evaluation of the model on tasks of lm-eval, on the CPU and at low priority: `pip install diloco-node[eval]`. The
-    nodes of a run that name tasks are drawn by hash. All members see the medians."""
+    """Evaluation of the model on tasks of lm-eval, on the CPU and at low priority. It needs
+    `pip install 'diloco-node[eval]'`. The nodes of a run that name tasks are drawn by hash. All members see the medians."""
 
     tasks: tuple[TaskName, ...] = ()
     """Tasks of lm-eval, or of files in `task_dir`. Empty means that this node does not evaluate on tasks. Many data
@@ -343,7 +343,7 @@ class MetricsConfig(Section):
     sinks: tuple[Literal["jsonl", "tensorboard", "trackio", "wandb", "otlp"], ...] = ()
     """Where this node writes the curves of the whole run, below `metrics/` in its data folder. `otlp` sends them to
     OTEL_EXPORTER_OTLP_ENDPOINT. `wandb` is offline unless WANDB_MODE says otherwise. All but `jsonl` need a package:
-    `pip install diloco-node[NAME]`."""
+    `pip install 'diloco-node[NAME]'`."""
 
 
 class LogConfig(Section):

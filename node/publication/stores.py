@@ -115,6 +115,8 @@ class FolderStore:
         with _translated(str(self._root), "name a folder with publications"):
             if (self._root / RECORD_FILE).is_file():
                 return self._root
+            if not self._root.is_dir():
+                raise UsageError(f"There is no folder {self._root}: name a folder with publications.")
             names = [path.name for path in self._root.iterdir()]
         return self._root / _newest(names, str(self._root))
 

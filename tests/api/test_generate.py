@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from node.api import routes
 from node.api.app import build_app
 from node.api.node_interface import GeneratedText, GeneratorBusy, GeneratorFailed, TextRequest
 from node.api.routes import ApiContext
@@ -50,6 +51,49 @@ def test_nobody_else_gets_one(fake_node: FakeNode) -> None:
     texts = FakeTexts()
     answer = client(fake_node, texts, token=None).request("POST", "/api/v1/generate", json=ASKED)
     assert answer.status_code in (401, 403) and texts.asked == []
+
+
+def test_a_caller_who_hangs_up_frees_the_model_for_the_next_one(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "GONE_CHECK_S", 0.01)
+    was_cancelled = asyncio.Event()
+
+    class Slow:
+        async def generate(self, _request: TextRequest) -> GeneratedText:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                was_cancelled.set()
+            raise AssertionError("nobody waits for it")
+
+    body = json.dumps(ASKED).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(_message: Any) -> None:
+        pass
+
+    headers = [
+        (b"host", b"127.0.0.1"), (b"authorization", f"Bearer {TOKEN}".encode()), (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]  # fmt: skip
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": "/api/v1/generate", "raw_path": b"",
+        "query_string": b"", "root_path": "", "scheme": "http", "headers": headers, "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+    context = ApiContext(fake_node, fake_node.past, fake_node.metrics, fake_node.keys, fake_node, fake_node.config,
+                         BUILD, Slow())  # fmt: skip
+
+    async def ask() -> None:
+        async with asyncio.timeout(5):
+            await build_app(context)(scope, receive, send)
+            await was_cancelled.wait()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize(

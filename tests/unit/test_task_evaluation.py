@@ -32,7 +32,7 @@ with warnings.catch_warnings():
 
 needs_lm_eval = pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("accelerate") is None,
-    reason="the packages of the extra eval are not installed: pip install diloco-node[eval]",
+    reason="the packages of the extra eval are not installed: pip install 'diloco-node[eval]'",
 )
 ONE, TWO = "ab" * 32, "cd" * 32
 
