@@ -322,7 +322,8 @@ TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,40}$")]
 
 class EvaluateConfig(Section):
     """Evaluation of the model on tasks of lm-eval, on the CPU and at low priority. It needs
-    `pip install 'diloco-node[eval]'`. The nodes of a run that name tasks are drawn by hash. All members see the medians."""
+    `pip install 'diloco-node[eval]'`. The nodes of a run that name tasks are drawn by hash. All members see the
+    medians."""
 
     tasks: tuple[TaskName, ...] = ()
     """Tasks of lm-eval, or of files in `task_dir`. Empty means that this node does not evaluate on tasks. Many data

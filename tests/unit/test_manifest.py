@@ -251,7 +251,7 @@ KEYS = tuple(f"12D3KooW{letter * 44}" for letter in "abc")
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"governance": "keys"}, "more than the 0 governance_keys"),
+        ({"governance": "keys"}, "name the peer ids of the keys"),
         ({"governance": "keys", "governance_keys": KEYS, "governance_threshold": 4}, "more than the 3"),
         ({"governance": "keys", "governance_keys": (KEYS[0], KEYS[0])}, "twice"),
         ({"governance": "founder", "governance_keys": KEYS[:2]}, "too many"),
