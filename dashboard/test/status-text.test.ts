@@ -157,9 +157,10 @@ test("a node outside the swarm does not tell who trains there", () => {
   expect(company(limited)).toBe("This node is not in the swarm.");
   const alone = { ...more, peers: { connected: 0, training: 1 } };
   expect(company(status("training", alone))).toContain("trains alone counts");
-  for (const phase of ["starting", "connecting", "paused"] as Phase[]) {
+  for (const phase of ["starting", "connecting"] as Phase[]) {
     expect(company(status(phase, alone))).toBe("No other members are known yet.");
   }
+  expect(company(status("paused", alone))).toBe("A paused node hears of the others within a minute.");
   expect(company(status("training", { ...alone, node: { mode: "relay" } }))).toBe("No other members now.");
 });
 

@@ -140,7 +140,7 @@ class PeerContribution:
 
 
 class RecentWork(Value):
-    """What this node did from a moment until now. The last ten seconds may be missing."""
+    """What this node did from a moment until now."""
 
     seen_s: float
     """Seconds in which the node ran."""

@@ -284,7 +284,7 @@ def _rounds(run: PublicRun) -> str:
         for one in run.rounds
     )
     classes = ("number", "", "number", "number", "number")
-    table = _table("Newest rounds", ("Round", "Began", "Members", "Tokens", "Loss before it"), classes, rows)
+    table = _table("Newest rounds", ("Round", "Began", "Members", "Tokens", "Loss"), classes, rows)
     return f'<section class="card"><h2>Newest rounds</h2>{table}</section>'
 
 

@@ -85,6 +85,10 @@ class Sampler:
         done = [at for at in self._open if at + STEP_S <= now or at > now + STEP_S]
         return [row for at in sorted(done) if (row := self._open.pop(at)).seen_s or row.rounds]
 
+    def open_rows(self, since_s: float) -> list[Row]:
+        """The rows from a moment on that are not complete."""
+        return [row for at, row in self._open.items() if at + STEP_S > since_s]
+
     def _means(self, report: Report) -> dict[str, float | None]:
         training = report.training
         means: dict[str, float | None] = {
@@ -177,8 +181,8 @@ class HistoryStore:
         return await self._ask(lambda database: database.shares(limit))
 
     async def work(self, since_s: float) -> RecentWork:
-        now_s = self._clocks.wall_s()
-        return await self._ask(lambda database: database.work(since_s, now_s))
+        now_s, unwritten = self._clocks.wall_s(), self._sampler.open_rows(since_s)
+        return await self._ask(lambda database: database.work(since_s, now_s, unwritten))
 
     def close(self) -> None:
         """Write the remaining rows and end the thread. Takes at most 2 * CLOSE_S, even if the disk hangs."""

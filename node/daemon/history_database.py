@@ -10,7 +10,7 @@ import logging
 import math
 import sqlite3
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,20 +237,21 @@ class HistoryDatabase:
         )
         return [PeerContribution(*row) for row in found]
 
-    def work(self, since_s: float, until_s: float) -> RecentWork:
-        """See `node_interface.HistoryReader.work`."""
+    def work(self, since_s: float, until_s: float, unwritten: Sequence[Row] = ()) -> RecentWork:
+        """See `node_interface.HistoryReader.work`. `unwritten` are rows that are not in the tables yet."""
         tier = self._choose_tier(since_s, until_s, max(1, math.ceil((until_s - since_s) / TIERS[0].step)))
-        seen_s, rounds, computed_s, tokens, merged = self._db.execute(
-            "SELECT sum(seen_s), sum(rounds), sum(activity_compute), sum(tokens_processed), sum(tokens_merged) "  # noqa: S608
+        names = ("activity_compute", "tokens_processed", "tokens_merged")
+        found = self._db.execute(
+            f"SELECT sum(seen_s), sum(rounds), {', '.join(f'sum({name})' for name in names)} "  # noqa: S608
             f"FROM {tier.table} WHERE at >= ? AND at < ?",
             (math.floor(since_s / tier.step) * tier.step, until_s),
         ).fetchone()
+        more = [(row.seen_s, row.rounds, *(row.sums[name] for name in names)) for row in unwritten]
+        seen_s, rounds, computed_s, tokens, merged = (
+            sum(value or 0 for value in column) for column in zip(found, *more, strict=True)
+        )
         return RecentWork(
-            seen_s=seen_s or 0.0,
-            rounds=rounds or 0,
-            computed_s=computed_s or 0.0,
-            tokens=round(tokens or 0),
-            tokens_merged=round(merged or 0),
+            seen_s=seen_s, rounds=rounds, computed_s=computed_s, tokens=round(tokens), tokens_merged=round(merged)
         )
 
     def chart(self, names: Collection[str], since_s: float | None, until_s: float, points: int) -> Chart:

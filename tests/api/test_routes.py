@@ -137,8 +137,7 @@ def test_history_and_contributions_routes_return_what_was_recorded(client: Clien
     found = get(client, "history?series=training_loss,%20swarm_peers&points=7")
     assert set(found["series"]) == {"training_loss", "swarm_peers"}
     assert set(get(client, "history")["series"]) == set(SERIES)
-    # The row of these seconds is not written yet.
-    assert get(client, "work") == {"seen_s": 0, "rounds": 0, "computed_s": 0, "tokens": 0, "tokens_merged": 0}
+    assert get(client, "work") == {"seen_s": 0, "rounds": 1, "computed_s": 0, "tokens": 0, "tokens_merged": 0}
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,8 @@ def test_work_since_a_moment_is_counted_over_a_restart(tmp_path: Path, machine: 
                 machine.advance(10.0, share=0.5, tokens=100)
                 history.add_round(make_round(10 * night + number))
                 history.add_report(make_report())
+            if night:
+                assert work(history, START_S + 3600) == (30.0, 3, 15.0, 300, 200), "with what is not written yet"
         machine.advance(3600.0)
     with machine.history(tmp_path) as history:
         assert work(history, START_S) == (60.0, 6, 30.0, 600, 400)

@@ -96,7 +96,8 @@ export function company(status: Status): string {
   if (isOutside(status)) return "This node is not in the swarm.";
   if (status.run.is_paused) return `The run is paused, so nobody trains. ${links}`;
   if (training > 1 || connected > 0) return `${many(training, "member")} training, ${links}`;
-  if (["starting", "connecting", "paused"].includes(status.phase)) return "No other members are known yet.";
+  if (status.phase === "paused") return "A paused node hears of the others within a minute.";
+  if (status.phase === "starting" || status.phase === "connecting") return "No other members are known yet.";
   return isRelay(status) ? "No other members now." : "No other members now. What this node trains alone counts, too.";
 }
 

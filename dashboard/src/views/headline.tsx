@@ -31,7 +31,7 @@ export function Headline({ status }: { status: Status }) {
           </p>
           {!gone && <p class="meaning">{trainsFor(status) ?? state.value.meaning}</p>}
           {!gone && <HealthLine status={status} />}
-          <RestartHint status={status} />
+          <RestartHint status={gone ? { ...status, final: true } : status} />
           <p class="since">
             <span>
               {!gone && <Ago at={status.since} prefix={`${word.value} for `} />}
@@ -43,7 +43,7 @@ export function Headline({ status }: { status: Status }) {
       </div>
       {stale.value && (
         <p class={status.final ? "notice info" : "notice error"} data-testid="stale">
-          {status.final ? "The node has ended." : "Something is wrong: the node does not answer. Its program or its machine may have stopped. If it stays so, start it again as you did before: your credit is safe."}{" "}
+          {status.final ? "The node has ended." : "Something is wrong: the node does not answer. Its program or its machine may have stopped. If it stays so, start it again: your credit is safe."}{" "}
           Showing data from {brief(ageS.value)} ago. This page reconnects automatically.
         </p>
       )}

@@ -160,7 +160,7 @@ function Invite({ text }: { text: string }) {
       </p>
       {page && (
         <p class="quiet">
-          Everybody can see the run, but not this machine, on <a href={page}>its public page</a>.
+          Everybody can see the run, with the names of its members and without their addresses, on <a href={page}>its public page</a>.
         </p>
       )}
     </div>

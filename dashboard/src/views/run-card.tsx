@@ -59,7 +59,8 @@ function membersNow(own: Status | null, run: PublicRun): string {
   if (!own) return count(run.members_now);
   // A node that is paused, or in a paused run, hears that nobody trains, although members are here.
   const isPaused = own.phase === "paused" || own.run.is_paused;
-  return isOutside(own) ? NONE : count(isPaused ? Math.max(own.peers.training, own.peers.connected) : own.peers.training);
+  const members = isPaused ? Math.max(own.peers.training, own.peers.connected) : own.peers.training;
+  return isOutside(own) || (isPaused && !members) ? NONE : count(members);
 }
 
 /** Progress of the whole run. */
