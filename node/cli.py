@@ -828,6 +828,7 @@ def _read_secret(prompt: str) -> str:
 def _steer(call: Call) -> int:
     from node.commands import steer
     from node.commands.client import Client
+    from node.status import GovernanceInfo
 
     args, client = call.args, Client(call.data_dir)
     if args.action in ("sign", "submit") and len(args.words) != 1:
@@ -843,7 +844,7 @@ def _steer(call: Call) -> int:
     if args.action == "show":
         print(steer.describe(steer.governance(client)))
     elif args.action == "sign":
-        info = steer.governance(client) if client.is_there() else None
+        info = GovernanceInfo.model_validate(client.amendments()) if client.is_there() else None
         print(steer.sign_file(Path(args.words[0]), steer.read_key(call.data_dir, args.key), info))
     elif args.action == "submit":
         print(steer.submit(client, steer.read(Path(args.words[0]))[0]))

@@ -77,7 +77,7 @@ const health = (more: object, now = START) => healthOf(status({ ...well, ...more
 test.each([
   [{}, "All is well. You need to do nothing."],
   [{ peers: { training: 1, connected: 0 } }, "trains alone. Its work counts."],
-  [{ sync: { last: { outcome: "failed" } } }, "no work is lost"],
+  [{ sync: { last: { outcome: "failed" } } }, "the members try it again"],
   [{ phase: "paused", pause: { by: "owner" } }, "The machine is yours until you resume."],
   [{ phase: "paused", pause: { by: "battery" } }, "The node resumes by itself."],
   [{ phase: "syncing", code: "waiting_for_peers" }, "goes on by itself when others come"],

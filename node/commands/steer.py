@@ -230,13 +230,14 @@ def sign_file(path: Path, identity: Identity, info: GovernanceInfo | None) -> st
     Raises UsageError if the key may not amend that run.
     """
     signed, amendment = read(path)
-    is_known = info is not None and info.run == amendment.run
-    if is_known and info is not None:
+    if info is not None and info.run != amendment.run:
+        info = None
+    if info is not None:
         check_key(info, identity)
     signed = add_signature(identity, signed)
     write(path, signed)
     what = f"{amendment.number}: {amendment.describe()}, from round {amendment.from_round}"
-    if not is_known or info is None:
+    if info is None:
         return (
             f"Signed amendment {what}, with the key {identity.peer_id}. No node of its run runs here to check the key."
         )

@@ -109,7 +109,7 @@ class Journal:
             self._add_node(f"Round {record.round} failed and is tried again.{sentence}")
             self._failed_round = record.round
         elif record.head and record.round == self._failed_round:
-            self._add_node(f"Round {record.round} is complete after all. No work was lost.")
+            self._add_node(f"Round {record.round} is complete after all.")
             self._failed_round = None
 
     def add_amendments(self, before: GovernanceInfo, after: GovernanceInfo) -> None:

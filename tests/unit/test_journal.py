@@ -126,7 +126,7 @@ def test_journal_notes_what_happens_to_this_node_but_not_each_round() -> None:
     assert told(journal)[-1] == "Round 8 failed and is tried again. The leader does not answer."
     for number in (8, 9):
         state.add_round(RoundRecord(round=number, outcome=Outcome.COMPLETE, head=f"head-{number}"))
-    assert told(journal)[-1] == "Round 8 is complete after all. No work was lost."
+    assert told(journal)[-1] == "Round 8 is complete after all."
     assert len(told(journal)) == 7
 
 

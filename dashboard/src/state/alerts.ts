@@ -46,14 +46,14 @@ export function healthOf(status: Status, now: number): Health | null {
   if (status.phase === "stopped") return null;
   const codes = new Set(alertsOf(status).map(({ code }) => code));
   const unwell = (text: string) => ({ well: false, text });
-  if (codes.delete("error")) return unwell("Something is wrong: this machine does not train. What went wrong stands above, and the page Logs says more.");
+  if (codes.delete("error")) return unwell("Something is wrong: this machine does not train. The reason is above, and the page Logs says more.");
   const unreachable = codes.delete("unreachable");
   codes.delete("newer_version");
   if (codes.size) return unwell("Something needs you: see the warning below.");
   if (status.phase === "connecting" && now - (moment(status.since) ?? now) > UNANSWERED_MS) {
     return unwell("Something may be wrong: no member has answered for minutes. Check this machine's connection to the Internet, and whether the invite is the newest one.");
   }
-  if (unreachable) return { well: true, text: "This machine trains and its work counts, but others cannot connect to it. Under Network stands what helps." };
+  if (unreachable) return { well: true, text: "This machine trains and its work counts, but others cannot connect to it. The section Network says what helps." };
   return { well: true, text: `All is well. ${allIsWell(status)}` };
 }
 
@@ -64,7 +64,7 @@ function allIsWell(status: Status): string {
   if (code === "waiting_for_peers") return "This machine goes on by itself when others come.";
   if (phase === "paused") return pause?.by === "owner" ? "The machine is yours until you resume." : "The node resumes by itself.";
   if (phase !== "training" && phase !== "syncing") return "You need to do nothing.";
-  if (sync.last?.outcome === "failed") return "The last round was not completed. The members try it again, and no work is lost.";
+  if (sync.last?.outcome === "failed") return "The last round was not completed, and the members try it again.";
   if (peers.training <= 1 && !peers.connected) return "No other member is here now, so this machine trains alone. Its work counts.";
   return "You need to do nothing.";
 }

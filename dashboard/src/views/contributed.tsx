@@ -6,7 +6,7 @@ import type { RecentWork, Status } from "../api/schema";
 import { Fact, Section } from "../components/text";
 import { bytes, count, hours, percent } from "../format/format";
 import { recentWork } from "../format/status-text";
-import { reconnects, status, usePolling } from "../state/store";
+import { reconnects, usePolling } from "../state/store";
 import { lastVisit } from "../state/visits";
 
 const REFRESH_MS = 30_000;
@@ -46,7 +46,7 @@ function Recent() {
       work.value = await api.work(new Date(since ?? Date.now() - DAY_MS).toISOString());
     },
     REFRESH_MS,
-    [reconnects.value, status.value?.sync.last?.round, since],
+    [reconnects.value, since],
   );
   if (!work.value) return null;
   const { verdict, told } = recentWork(work.value, since, Date.now());
