@@ -22,18 +22,18 @@ ANCHOR_SEEDS = 10
 
 
 MUON = BASE.but(inner="muon", inner_lr=16e-3)
-OUTER_SGD = BASE.but(optimizer="sgd")
+OUTER_SGD = BASE.but(optimizer="sgd", outer_lr=1.5)
 OUTER_MOMENTUM = BASE.but(optimizer="momentum")
-OUTER_ADAM = BASE.but(optimizer="adam", outer_lr=0.003)
+OUTER_ADAM = BASE.but(optimizer="adam", outer_lr=0.01)
 ONE_WORKER: dict[str, float] = {"outer_lr": 0.5}
 """The outer step of a single worker."""
-H_120: dict[str, float] = {}
-H_480: dict[str, float] = {}
-OVERLAPPED: dict[str, float] = {"momentum": 0.8}
+H_120 = {"outer_lr": 1.0, "momentum": 0.3}
+H_480 = {"outer_lr": 1.0, "momentum": 0.0}
+OVERLAPPED = {"momentum": 0.9}
 """The outer step of overlapped rounds."""
-LATE: dict[str, float] = {"momentum": 0.8}
+LATE = {"momentum": 0.6}
 """The outer step of rounds whose mean is applied a round late."""
-SPARSE: dict[str, object] = {"optimizer": "sgd", "outer_lr": 1.0}
+SPARSE: dict[str, object] = {"optimizer": "sgd", "outer_lr": 1.5}
 """The outer step of SparseLoCo."""
 EQUAL_TOKENS_LR: dict[int, float] = {}
 """Inner rates of at_equal_tokens, by K."""
@@ -747,15 +747,16 @@ GRIDS: dict[str, list[Arm]] = {
     "serial, inner rate": [SERIAL.but(inner_lr=lr) for lr in (1e-3, 2e-3, 4e-3)],
     "data parallel, inner rate": [DATA_PARALLEL.but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3, 16e-3)],
     "Muon, inner rate": [MUON.but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)],
-    "one batch of 32, inner rate": [at_equal_tokens(1).but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3)],
-    "two workers with 16 each, inner rate": [at_equal_tokens(2).but(inner_lr=lr) for lr in (2e-3, 4e-3, 8e-3)],
+    "one batch of 32, inner rate": [at_equal_tokens(1).but(inner_lr=lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
+    "two workers with 16 each, inner rate": [at_equal_tokens(2).but(inner_lr=lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
     "outer SGD": [OUTER_SGD.but(outer_lr=lr) for lr in (0.7, 1.0, 1.5, 2.0)],
     "outer momentum": [
-        OUTER_MOMENTUM.but(outer_lr=lr, momentum=momentum) for lr, momentum in ((0.4, 0.6), (0.7, 0.6), (0.4, 0.8))
+        OUTER_MOMENTUM.but(outer_lr=lr, momentum=momentum)
+        for lr, momentum in ((0.4, 0.6), (0.7, 0.6), (1.0, 0.6), (1.0, 0.3), (0.4, 0.8))
     ],
     "outer Adam": [
         OUTER_ADAM.but(outer_lr=lr, adam_eps=eps)
-        for lr, eps in ((1e-3, 1e-8), (3e-3, 1e-8), (1e-2, 1e-8), (0.1, 0.1), (0.3, 0.1))
+        for lr, eps in ((1e-3, 1e-8), (3e-3, 1e-8), (1e-2, 1e-8), (3e-2, 1e-8), (0.1, 0.1), (0.3, 0.1))
     ],
     "H 120, outer rate and momentum": [
         BASE.but(inner_steps=120, outer_lr=lr, momentum=momentum)
@@ -771,7 +772,7 @@ GRIDS: dict[str, list[Arm]] = {
     ],
     "SparseLoCo, outer rate": [
         BASE.but(codec="topk", result_codec="fp16", feedback="decaying", optimizer="sgd", outer_lr=lr)
-        for lr in (0.7, 1.0, 1.5)
+        for lr in (0.7, 1.0, 1.5, 2.0)
     ],
 }
 """Settings to compare, with seeds that no claim uses, before the arms of the claims are chosen."""
