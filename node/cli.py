@@ -624,8 +624,6 @@ def _act(call: Call) -> int:
         print(f"pause: accepted; round {number} has ended already, so the node pauses now.")
     else:
         print(f"{call.args.command}: accepted; the node goes to phase {answer.get('phase', 'unknown')}.")
-    if call.args.command == "resume" and client.status()["run"]["is_paused"]:
-        print("The whole run is paused, so the node trains when it is resumed: see `diloco-node steer`.")
     return 0
 
 

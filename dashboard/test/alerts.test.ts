@@ -79,11 +79,12 @@ test.each([
   [{ peers: { training: 1, connected: 0 } }, "trains alone. Its work counts."],
   [{ sync: { last: { outcome: "failed" } } }, "the members try it again"],
   [{ phase: "paused", pause: { by: "owner" } }, "The machine is yours until you resume."],
-  [{ phase: "paused", pause: { by: "battery" } }, "The node resumes by itself."],
+  [{ phase: "paused", pause: { by: "battery" } }, "until the node resumes by itself."],
+  [{ phase: "paused", pause: { by: "owner", until: "2026-01-01T08:00:00Z" } }, "until the node resumes by itself."],
   [{ phase: "syncing", code: "waiting_for_peers" }, "goes on by itself when others come"],
   [{ phase: "syncing", code: "run_paused", run: { is_paused: true } }, "The whole run is paused."],
   [{ notices: [notice("newer_version", "info")] }, "All is well."],
-  [{ reachability_code: "not_reached", reachability_reason: "x" }, "its work counts, but others cannot connect"],
+  [{ reachability_code: "not_reached", reachability_reason: "x" }, "Others cannot connect to this machine, which takes part"],
 ])("a node that works is well: %j", (more, text) => {
   expect(health(more)).toEqual({ well: true, text: expect.stringContaining(text) });
 });
@@ -94,5 +95,6 @@ test("an error, a warning and a silence of minutes are not well", () => {
   const lost = { phase: "connecting", code: "no_peers" };
   expect(health(lost, START + UNANSWERED_MS)?.well).toBe(true);
   expect(health(lost, START + UNANSWERED_MS + 1)).toEqual({ well: false, text: expect.stringContaining("no member has answered") });
+  expect(health({ ...lost, code: "no_state" }, START + 2 * UNANSWERED_MS)?.well).toBe(true);
   expect(health({ phase: "stopped" })).toBeNull();
 });

@@ -172,9 +172,10 @@ test("the work of a night is told with whether it counted", () => {
   };
   expect(told({})).toBe(
     "Your work counted. In the last 24 hours, this machine was on for 8 h 20 min and trained on 1.14 M tokens. " +
-      "In 44 rounds, 1.12 M tokens were merged into the model.",
+      "1.12 M tokens of its work were merged into the model.",
   );
   expect(told({}, 0)).toContain("Since your last visit 9 h ago, this machine was on");
   expect(told({ tokens_merged: 0 })).toContain("Nothing is merged yet.");
-  expect(told({ tokens: 0 })).toBe("No work yet. In the last 24 hours, this machine has not trained.");
+  expect(told({ tokens: 0, computed_s: 3600 })).toBe(" In the last 24 hours, this machine has trained for 1 h.");
+  expect(told({ tokens: 0, computed_s: 0 })).toBe("No work yet. In the last 24 hours, this machine has not trained.");
 });

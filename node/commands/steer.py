@@ -112,7 +112,8 @@ def draft(
     if info.mode == "fixed":
         raise UsageError("Nobody may amend this run: its founder chose run.governance = fixed.")
     check_effects(content.get("changes", {}), info.schedule_tokens, int(status["peers"]["training"]))
-    check_pause(info, action)
+    if replaces is None:
+        check_pause(info, action)
     # `swarm_round` is only what most members claim, so it sets the default and not the limit.
     last = max(info.round, int(status["run"]["swarm_round"]))
     # No round of a paused run follows by itself, so a change applies from the next one on.
@@ -159,9 +160,10 @@ def check_effects(changes: Mapping[str, Any], schedule_tokens: int, members: int
 
 
 def check_pause(info: GovernanceInfo, action: str) -> None:
-    """Raise UsageError for a pause of a run that is or will be paused, or a resume of one that is and stays running."""
-    orders = [one.change for one in info.amendments if one.change in ("pause", "resume")]
-    will_pause = orders[-1] == "pause" if orders else info.is_paused
+    """Raise UsageError for a pause of a run that stays paused, or a resume of one that stays running."""
+    orders = [one for one in info.amendments if one.change in ("pause", "resume")]
+    last = max(orders, key=lambda one: (one.from_round, one.number), default=None)
+    will_pause = last.change == "pause" if last is not None else info.is_paused
     if action == "pause" and will_pause:
         raise UsageError("The run is paused already, or will be: see `diloco-node steer`.")
     if action == "resume" and not will_pause:

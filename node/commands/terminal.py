@@ -30,6 +30,9 @@ COLORS = {
 }
 
 
+RUN_PAUSED = "run_paused"
+AT_WORK = frozenset({"training", "syncing"})
+"""Codes between which a node changes in each round, so `since` is that of the first of them."""
 TRAINING_PHASES = frozenset({Phase.TRAINING.value, Phase.SYNCING.value, Phase.DRAINING.value})
 STYLES = {phase.value: style for phase, style in COLORS.items()}
 
@@ -145,7 +148,10 @@ def describe(status: Status, link: str = "") -> Text:
         ("node", f"{status.node.name or 'unnamed'}, version {status.node.version}, {status.node.data_dir}"),
         ("peer id", status.node.peer_id or "unknown"),
         ("digest", run.state_digest or "no state yet"),
-        ("training", "paused, with the whole run" if run.is_paused else f"{_progress(status)}, {_speed(status)}"),
+        (
+            "training",
+            "paused, with the whole run" if status.code == RUN_PAUSED else f"{_progress(status)}, {_speed(status)}",
+        ),
         ("loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses if loss is not None) or "unknown"),
         ("next sync", _next_sync(status)),
         ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {reachability}"),
@@ -165,7 +171,8 @@ def describe(status: Status, link: str = "") -> Text:
     if status.compute_utilization_ratio is not None:
         rows.append(("computing", f"{status.compute_utilization_ratio:.1%} of the last round's time"))
     rows += [("notice", notice.text) for notice in status.notices]
-    head = Text.assemble((status.phase.value, COLORS.get(status.phase, "")), f" since {status.since}: {status.reason}")
+    since = f"{', at work' if status.code in AT_WORK else ''} since {status.since}"
+    head = Text.assemble((status.phase.value, COLORS.get(status.phase, "")), f"{since}: {status.reason}")
     named = (
         Text.assemble((f"  {name:<10} ", "dim"), (text, "yellow" if name == "notice" else "")) for name, text in rows
     )
@@ -173,7 +180,7 @@ def describe(status: Status, link: str = "") -> Text:
 
 
 def _next_sync(status: Status) -> str:
-    if status.run.is_paused:
+    if status.code == RUN_PAUSED:
         return "when the run is resumed"
     return "unknown" if status.sync.eta_s is None else f"in {short_duration(status.sync.eta_s)}"
 

@@ -37,7 +37,7 @@ from node.swarm.connectivity.reachability import Reachability, listen_ports
 from node.swarm.consensus.context import KeptStates, Rules, rules_after
 from node.swarm.consensus.participant import Deliver, Participant
 from node.swarm.faults import Faults, damage_blobs
-from node.swarm.governance.amendment_pool import PENDING_FILE
+from node.swarm.governance.amendment_pool import PENDING_FILE, DroppedAmendment
 from node.swarm.identity import load_identity
 from node.swarm.membership.directory import (
     MAX_COUNT,
@@ -132,6 +132,8 @@ class MemberSnapshot:
     rejected: Mapping[str, int] = field(default_factory=dict)
     amendments_refused: Mapping[str, int] = field(default_factory=dict)
     pending_amendments: tuple[SignedAmendment, ...] = ()
+    dropped_amendments: tuple[DroppedAmendment, ...] = ()
+    """The newest that were pending and will not be accepted, newest last."""
     upload_bytes_s: float = 0.0
     """This node's uplink rate: as measured, but at most the volunteer's limit; 0 if unknown."""
     lead_s: float = 0.0
@@ -421,6 +423,7 @@ class SwarmMember:
             rejected=dict(self.wire.traffic.rejected),
             amendments_refused=dict(self.participant.pool.refused) if self.participant else {},
             pending_amendments=tuple(self.participant.pool.pending) if self.participant else (),
+            dropped_amendments=tuple(self.participant.pool.dropped) if self.participant else (),
             upload_bytes_s=self.participant.ctx.upload_bytes_s if self.participant else 0.0,
             upload_s=self.participant.sender.upload_s if self.participant else 0.0,
             lead_s=self.participant.sender.lead_s if self.participant else 0.0,

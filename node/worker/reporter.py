@@ -9,10 +9,17 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Literal
 
-from node.config.amendments import AcceptedAmendment, SignedAmendment, Terms, decode_list, rewound_tokens
+from node.config.amendments import (
+    AcceptedAmendment,
+    AmendmentError,
+    SignedAmendment,
+    Terms,
+    decode_list,
+    rewound_tokens,
+)
 from node.config.manifest import Manifest
 from node.status import (
     AmendmentInfo,
@@ -151,6 +158,7 @@ class Reporter:
             "manifest_hash": manifest.hash,
             "name": run.name,
             "total_tokens": run.total_tokens + manifest.rewound_tokens,
+            "rewound_tokens": manifest.rewound_tokens,
         }
         self.run = self.run.model_copy(update=update)
 
@@ -202,12 +210,7 @@ class Reporter:
     def amendment_refused(self, signed: SignedAmendment, reason: str) -> None:
         """Report that a submitted amendment is refused. Callable from any thread."""
         logger.warning("A submitted amendment is refused: %s", reason)
-        amendment = signed.amendment
-        self._refused.append(
-            RefusedAmendment(
-                digest=_digest(signed), reason=reason, number=amendment.number, change=amendment.describe()
-            )
-        )
+        self._refused.append(_refused(signed, reason))
 
     # reports
 
@@ -240,22 +243,12 @@ class Reporter:
         known = {one.number for one in self._governance.amendments}
         pending = [_info(one) for one in self.view.pending_amendments]
         amendments = (*self._governance.amendments, *(one for one in pending if one.number not in known))
-        if self.state.phase in (Phase.TRAINING, Phase.SYNCING):
-            self._note_dropped({one.digest for one in amendments})
-        update = {"amendments": amendments, "refused": tuple(self._refused)}
+        dropped = (_refused(one.signed, one.reason) for one in self.view.dropped_amendments)
+        update = {"amendments": amendments, "refused": (*self._refused, *dropped)}
         governance = self._governance.model_copy(update=update)
         if governance != self._told_governance:
             self._told_governance = governance
             self._link.send(GovernanceReport(governance=governance))
-
-    def _note_dropped(self, digests: Collection[str]) -> None:
-        """Note the amendments that were pending and are not among these, which are pending or accepted."""
-        for one in self._told_governance.amendments:
-            if one.accepted_round is None and one.digest not in digests:
-                reason = f"no round before round {one.from_round} has accepted it"
-                self._refused.append(
-                    RefusedAmendment(digest=one.digest, reason=reason, number=one.number, change=one.change)
-                )
 
     @property
     def view(self) -> MemberSnapshot:
@@ -288,6 +281,14 @@ class Reporter:
             publication=self.publication,
             counters=counters,
         )
+
+
+def _refused(signed: SignedAmendment, reason: str) -> RefusedAmendment:
+    try:
+        number, change = signed.amendment.number, signed.amendment.describe()
+    except AmendmentError:  # Its text is none of an amendment.
+        number, change = 0, ""
+    return RefusedAmendment(digest=_digest(signed), reason=reason, number=number, change=change)
 
 
 def _digest(signed: SignedAmendment) -> str:

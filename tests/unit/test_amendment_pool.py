@@ -147,6 +147,8 @@ def test_what_a_round_has_accepted_or_overtaken_is_dropped() -> None:
     state[0] = state[0][0], 3
     pool.round_over()
     assert pool.pending == [] and pool.refused == {"late": 1}
+    assert [one.signed for one in pool.dropped] == [second], "the accepted one is not dropped"
+    assert "round" in pool.dropped[0].reason
 
 
 def test_an_amendment_behind_a_missing_number_is_dropped_when_it_is_late() -> None:
@@ -178,6 +180,7 @@ def test_another_action_replaces_an_amendment_that_may_be_infeasible_on_every_no
         pool.add(order[0])
         if order[0] is back:
             assert pool.add(stop)
+            assert [one.signed for one in pool.dropped] == [back]
         else:
             with pytest.raises(AmendmentRefused):
                 pool.add(back)

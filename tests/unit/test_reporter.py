@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from node.config.amendments import Amendment
+from node.config.amendments import Amendment, SignedAmendment
 from node.status import Phase
+from node.swarm.governance.amendment_pool import DroppedAmendment
 from node.swarm.governance.charter import sign_amendment
 from node.swarm.identity import new_identity
 
@@ -69,19 +69,22 @@ def test_waiting_for_members_and_for_text_begin_anew(reporter: Reporter) -> None
     assert reporter.state.since == began[-1]
 
 
-def test_pending_amendment_that_no_round_accepts_is_told_as_refused(reporter: Reporter) -> None:
-    """An owner who only sees it vanish from the list cannot know whether it took place."""
-    amendment = Amendment(run="ab" * 32, number=1, from_round=9, action="pause")
-    signed = sign_amendment(new_identity(), amendment)
-    swarm: Any = SimpleNamespace(view=MemberSnapshot(pending_amendments=(signed,)), say=lambda *_: None)
+def signed_pause(from_round: int) -> SignedAmendment:
+    return sign_amendment(new_identity(), Amendment(run="ab" * 32, number=1, from_round=from_round, action="pause"))
+
+
+def test_dropped_and_refused_amendments_are_told_with_what_they_would_have_changed(reporter: Reporter) -> None:
+    swarm: Any = SimpleNamespace(view=MemberSnapshot(pending_amendments=(signed_pause(9),)), say=lambda *_: None)
     reporter.swarm = swarm
-    reporter.enter_training(8, overlaps=False)
     reporter._tell_governance()
-    swarm.view = replace(swarm.view, pending_amendments=())
+    dropped = DroppedAmendment(signed_pause(9), "its round has begun")
+    swarm.view = MemberSnapshot(dropped_amendments=(dropped,))
     for _ in range(2):
         reporter._tell_governance()
+    reporter.amendment_refused(SignedAmendment(text="{", signatures={}), "it cannot be read")
+    reporter._tell_governance()
     told: Any = reporter._link
-    assert [len(one.governance.amendments) for one in told.sent] == [1, 0]
-    (refused,) = told.sent[-1].governance.refused
-    assert (refused.number, refused.change) == (1, "pause")
-    assert refused.reason == "no round before round 9 has accepted it"
+    assert [len(one.governance.amendments) for one in told.sent] == [1, 0, 0]
+    assert [(one.number, one.change, one.reason) for one in told.sent[-1].governance.refused] == [
+        (0, "", "it cannot be read"), (1, "pause", "its round has begun"),
+    ]  # fmt: skip

@@ -135,6 +135,16 @@ def test_founder_amends_pauses_resumes_and_stops(node: Node, home: Path, capsys:
     assert shown.count("Amendment ") == 4
 
 
+def test_a_run_whose_pause_comes_last_can_be_resumed(
+    node: Node, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The order of the rounds counts, not that of the numbers."""
+    assert steer(home, "pause", "--from-round", "30") == 0
+    assert steer(home, "resume", "--from-round", "24") == 0
+    assert steer(home, "pause", "--from-round", "31") == 2
+    assert steer(home, "resume", "--from-round", "31") == 0
+
+
 def test_lists_and_tables_are_values(node: Node, home: Path) -> None:
     (home / "text").mkdir()
     for name in "ab":

@@ -124,13 +124,16 @@ export function reason(status: Pick<Status, "phase" | "code" | "reason" | "pause
   return status.reason;
 }
 
-/** What a node did lately, in two sentences. `since`: the owner's last visit, ms; null means the last 24 hours. */
-export function recentWork({ seen_s: seen, rounds, tokens, tokens_merged: merged }: RecentWork, since: number | null, now: number): { verdict: string; told: string } {
+/** What a node did lately. `since`: the owner's last visit, ms; null means the last 24 hours. */
+export function recentWork({ seen_s: seen, computed_s: computed, tokens, tokens_merged: merged }: RecentWork, since: number | null, now: number): { verdict: string; told: string } {
   const when = since === null ? "In the last 24 hours" : `Since your last visit ${brief((now - since) / 1000)} ago`;
-  if (!tokens) return { verdict: "No work yet.", told: `${when}, this machine has not trained.` };
-  const ran = `${when}, this machine was on for ${duration(seen < 60 ? seen : 60 * Math.round(seen / 60))} and trained on ${many(tokens, "token")}.`;
-  if (!merged) return { verdict: "Nothing is merged yet.", told: `${ran} Its work is merged into the model at the end of a round.` };
-  return { verdict: "Your work counted.", told: `${ran} In ${many(rounds, "round")}, ${many(merged, "token")} were merged into the model.` };
+  const minutes = (seconds: number) => duration(seconds < 60 ? seconds : 60 * Math.round(seconds / 60));
+  if (!tokens && !computed) return { verdict: "No work yet.", told: `${when}, this machine has not trained.` };
+  // The history of an older version has no tokens.
+  if (!tokens) return { verdict: "", told: `${when}, this machine has trained for ${minutes(computed)}.` };
+  const ran = `${when}, this machine was on for ${minutes(seen)} and trained on ${many(tokens, "token")}.`;
+  if (!merged) return { verdict: "Nothing is merged yet.", told: ran };
+  return { verdict: "Your work counted.", told: `${ran} ${many(merged, "token")} of its work were merged into the model.` };
 }
 
 /** Where the electricity of a month is known from. */

@@ -50,23 +50,24 @@ export function healthOf(status: Status, now: number): Health | null {
   const unreachable = codes.delete("unreachable");
   codes.delete("newer_version");
   if (codes.size) return unwell("Something needs you: see the warning below.");
-  if (status.phase === "connecting" && now - (moment(status.since) ?? now) > UNANSWERED_MS) {
-    return unwell("Something may be wrong: no member has answered for minutes. Check this machine's connection to the Internet, and whether the invite is the newest one.");
+  if (status.phase === "connecting" && status.code === "no_peers" && now - (moment(status.since) ?? now) > UNANSWERED_MS) {
+    return unwell("Something may be wrong: no member has answered for minutes. Check this machine's connection to the Internet, and ask for a new invite.");
   }
-  if (unreachable) return { well: true, text: "This machine trains and its work counts, but others cannot connect to it. The section Network says what helps." };
+  if (unreachable) return { well: true, text: `${allIsWell(status)} Others cannot connect to this machine, which takes part nevertheless: see Network.` };
   return { well: true, text: `All is well. ${allIsWell(status)}` };
 }
 
 function allIsWell(status: Status): string {
-  const { code, phase, pause, peers, run, sync } = status;
-  if (isRelay(status)) return "You need to do nothing.";
-  if (run.is_paused) return "The whole run is paused. This machine goes on by itself when the run does.";
+  const { code, phase, pause, peers, sync } = status;
+  const nothing = "You need to do nothing.";
+  if (isRelay(status)) return nothing;
+  if (phase === "paused") return pause?.by === "owner" && !pause.until ? "The machine is yours until you resume." : "The machine is yours until the node resumes by itself.";
+  if (code === "run_paused") return "The whole run is paused. This machine goes on by itself when the run does.";
   if (code === "waiting_for_peers") return "This machine goes on by itself when others come.";
-  if (phase === "paused") return pause?.by === "owner" ? "The machine is yours until you resume." : "The node resumes by itself.";
-  if (phase !== "training" && phase !== "syncing") return "You need to do nothing.";
+  if (phase !== "training" && phase !== "syncing") return nothing;
   if (sync.last?.outcome === "failed") return "The last round was not completed, and the members try it again.";
   if (peers.training <= 1 && !peers.connected) return "No other member is here now, so this machine trains alone. Its work counts.";
-  return "You need to do nothing.";
+  return nothing;
 }
 
 /** What identifies an alert. Errors with different reasons are different alerts. */

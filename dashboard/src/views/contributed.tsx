@@ -39,17 +39,17 @@ export function ContributionSection({ status: now }: { status: Status }) {
 
 /** The work of the last day, or since the owner last looked. */
 function Recent() {
-  const work = useSignal<RecentWork | null>(null);
+  const found = useSignal<{ work: RecentWork; since: number | null } | null>(null);
   const since = lastVisit.value;
   usePolling(
     async () => {
-      work.value = await api.work(new Date(since ?? Date.now() - DAY_MS).toISOString());
+      found.value = { work: await api.work(new Date(since ?? Date.now() - DAY_MS).toISOString()), since };
     },
     REFRESH_MS,
     [reconnects.value, since],
   );
-  if (!work.value) return null;
-  const { verdict, told } = recentWork(work.value, since, Date.now());
+  if (!found.value) return null;
+  const { verdict, told } = recentWork(found.value.work, found.value.since, Date.now());
   return (
     <p class="recent" data-testid="recent">
       <strong>{verdict}</strong> {told}

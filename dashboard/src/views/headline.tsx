@@ -34,7 +34,7 @@ export function Headline({ status }: { status: Status }) {
           <RestartHint status={gone ? { ...status, final: true } : status} />
           <p class="since">
             <span>
-              {!gone && <Ago at={status.since} prefix={`${word.value} for `} />}
+              {!gone && <Ago at={status.since} prefix={status.code === "training" || status.code === "syncing" ? "At work for " : `${word.value} for `} />}
             </span>
             <UpcomingChanges status={status} />
           </p>

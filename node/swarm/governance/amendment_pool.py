@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from node.config.amendments import MOST_BYTES, SignedAmendment, decode_list
@@ -30,6 +31,17 @@ PUSH_S = 3.0
 """Time between two peers that are told what is pending. A peer may have missed the first message."""
 AT_ONCE = 16
 """Limit on the peers that are called at the same time."""
+
+MOST_DROPPED = 8
+"""Dropped amendments that are kept for the owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedAmendment:
+    """One that was pending and will not be accepted. `reason` is a clause."""
+
+    signed: SignedAmendment
+    reason: str
 
 
 class AmendmentPool:
@@ -56,6 +68,8 @@ class AmendmentPool:
         self._rng = random.Random(f"amendments {wire.peer_id}")  # noqa: S311 - not a secret
         self.refused: Counter[str] = Counter()
         """Refused amendments by `AMENDMENT_REFUSALS`."""
+        self.dropped: deque[DroppedAmendment] = deque(maxlen=MOST_DROPPED)
+        """The newest amendments that were pending and will not be accepted, newest last."""
         if charter is not None:
             service = Service(self._answer, Channel.DHT, 4 * MOST_BYTES, per_caller=2, admits=peer_table.knows)
             wire.serve({"amendment": service})
@@ -93,6 +107,8 @@ class AmendmentPool:
                 raise AmendmentRefused(f"another one with number {amendment.number} is pending", "conflicting")
         if not expected < amendment.number <= expected + MOST_AHEAD:
             self._charter.accept(accepted, signed, round_)
+        if known is not None:
+            self.dropped.append(DroppedAmendment(known, "another one has taken its place"))
         self._pending[amendment.number] = signed
         self._changed.set()
         logger.info("Amendment %d is pending: %s, from round %d.", amendment.number, amendment.describe(),
@@ -126,7 +142,7 @@ class AmendmentPool:
             except AmendmentRefused as exc:
                 self.count(exc)
                 logger.warning("Amendment %d is dropped: %s.", number, exc)
-                del self._pending[number]
+                self.dropped.append(DroppedAmendment(self._pending.pop(number), exc.reason))
         self._changed.set()
 
     def add_again(self, accepted: bytes) -> None:
