@@ -119,13 +119,13 @@ def test_founder_amends_pauses_resumes_and_stops(node: Node, home: Path, capsys:
     assert steer(home, "pause") == 2
     assert "paused already, or will be" in capsys.readouterr().err
     node.is_paused = True
-    assert steer(home, "resume") == 0
+    assert steer(home, "resume", "--from-round", "32") == 0
     assert steer(home, "resume") == 2
     assert steer(home, "stop") == 0
     assert node.changes == [
         ("inner.lr = 0.0002, total_tokens = 4000000000", LAST + 4),
         ("pause", 30),
-        ("resume", LAST + 2),
+        ("resume", 32),
         ("stop", LAST + 2),
     ]
     capsys.readouterr()
