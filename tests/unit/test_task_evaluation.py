@@ -198,7 +198,7 @@ def test_the_tasks_that_the_user_names_come_first_in_the_peer_record() -> None:
 
 def test_without_lm_eval_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(MachineError, match=r"pip install diloco-node\[eval\]"):
+    with pytest.raises(MachineError, match=r"pip install .diloco-node\[eval\]"):
         evaluate_folder(tmp_path, EvaluateConfig(tasks=("words",)))
 
 
