@@ -91,6 +91,11 @@ def test_effect_that_is_certain_but_near_the_limit_is_not_called_invisible() -> 
     assert verdict_text(found) == "cannot be seen at this scale (smallest visible effect 11 % of perplexity)"
 
 
+def test_claim_of_no_change_says_if_it_is_refuted_because_the_arm_is_better() -> None:
+    for percents, text in (((-5.0, -5.1), "**refuted here**: the arm is better"), ((5.0, 5.1), "**refuted here**")):
+        assert verdict_text(judge(claim(Rule.WITHIN, 1.0), pairs(*percents))) == text
+
+
 @pytest.mark.parametrize("measure", [cosine, early_loss, gap_gained])
 def test_claim_whose_trainings_were_too_short_to_measure_is_not_run(measure: Callable[[Result, Result], float]) -> None:
     found = judge(replace(claim(Rule.BELOW), measure=measure), pairs(1.0, 2.0))

@@ -84,7 +84,10 @@ def verdict_text(one: Finding) -> str:
         return "cannot be decided at this scale: the interval contains the limit"
     if one.verdict is Verdict.UNSEEN:
         return f"{one.verdict} (smallest visible effect {one.half:.2g} {one.claim.unit})"
-    return f"**{one.verdict}**" if one.verdict is Verdict.REFUTED else str(one.verdict)
+    if one.verdict is not Verdict.REFUTED:
+        return str(one.verdict)
+    is_better = one.claim.rule is Rule.WITHIN and one.claim.measure in (loss, perplexity) and one.effect < 0
+    return f"**{one.verdict}**{': the arm is better' if is_better else ''}"
 
 
 def rule_text(claim: Claim) -> str:
