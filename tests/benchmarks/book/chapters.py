@@ -23,7 +23,7 @@ ANCHOR_SEEDS = 10
 
 MUON = BASE.but(inner="muon", inner_lr=16e-3)
 OUTER_SGD = BASE.but(optimizer="sgd", outer_lr=1.5)
-OUTER_MOMENTUM = BASE.but(optimizer="momentum")
+OUTER_MOMENTUM = BASE.but(optimizer="momentum", outer_lr=1.0, momentum=0.3)
 OUTER_ADAM = BASE.but(optimizer="adam", outer_lr=0.01)
 ONE_WORKER: dict[str, float] = {"outer_lr": 0.5}
 """The outer step of a single worker."""
@@ -33,7 +33,7 @@ OVERLAPPED = {"momentum": 0.9}
 """The outer step of overlapped rounds."""
 LATE = {"momentum": 0.6}
 """The outer step of rounds whose mean is applied a round late."""
-SPARSE: dict[str, object] = {"optimizer": "sgd", "outer_lr": 1.5}
+SPARSE: dict[str, object] = {"optimizer": "sgd", "outer_lr": 2.0}
 """The outer step of SparseLoCo."""
 EQUAL_TOKENS_LR: dict[int, float] = {}
 """Inner rates of at_equal_tokens, by K."""
