@@ -145,7 +145,7 @@ class RecentWork(Value):
     seen_s: float
     """Seconds in which the node ran."""
     rounds: int
-    """Rounds that ended with a result, in which this node took part."""
+    """Rounds that ended with a result while this node was a member, whether they included its work or not."""
     computed_s: float
     tokens: int
     """Tokens that this node trained on."""

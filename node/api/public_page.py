@@ -210,17 +210,8 @@ def _leaders(run: PublicRun) -> str:
             for owner in run.owners
         )
         heads = ("Rank", "Name", "Team", "Machines", "Tokens", "Share", "Rounds", "In a row", "From round to round")
-        classes = (
-            "number",
-            "name",
-            "name",
-            "number extra",
-            "number",
-            "wide",
-            "number extra",
-            "number extra",
-            "number extra",
-        )
+        extra = "number extra"  # Not on a narrow screen.
+        classes = ("number", "name", "name", extra, "number", "wide", extra, extra, extra)
         body = _table("Who gave how much", heads, classes, rows)
         body += (
             f'<p class="quiet">Credit after round {run.credit_round:,}. Every member has the same table, because it is '
