@@ -286,7 +286,7 @@ class Reporter:
 def _refused(signed: SignedAmendment, reason: str) -> RefusedAmendment:
     try:
         number, change = signed.amendment.number, signed.amendment.describe()
-    except AmendmentError:  # Its text is none of an amendment.
+    except AmendmentError:  # The text holds no amendment.
         number, change = 0, ""
     return RefusedAmendment(digest=_digest(signed), reason=reason, number=number, change=change)
 

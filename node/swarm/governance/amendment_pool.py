@@ -33,7 +33,7 @@ AT_ONCE = 16
 """Limit on the peers that are called at the same time."""
 
 MOST_DROPPED = 8
-"""Dropped amendments that are kept for the owner."""
+"""Limit on the dropped amendments that are kept to be shown to the owner."""
 
 
 @dataclass(frozen=True, slots=True)
