@@ -1,4 +1,4 @@
-"""Runs a node in a container as the README says, queries it over its published port, and removes it."""
+"""Runs a node in a container as docker/README.md says, queries it over its published port, and removes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands in README's "Give your machine" work as written."""
+"""The commands for containers in README.md and docker/README.md work as written."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ import pytest
 from tests.docker.container import SMALL, THREAD, Container
 from tests.docker.engine import ROOT, Engine
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECTION = README.partition("\n## Give your machine\n")[2].partition("\n## ")[0]
-LINES = [
-    line.partition("  #")[0].strip()
-    for b in re.findall(r"```console\n(.*?)```", SECTION, re.DOTALL)
-    for line in b.splitlines()
-]
+README, PAGE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docker/README.md"))
+SECTION = README.partition("\n### With Docker\n")[2].partition("\n### ")[0]
 
 
-def test_files_and_make_targets_named_in_the_readme_exist() -> None:
+def lines(text: str) -> list[str]:
+    """The commands of a page, without comments."""
+    blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    return [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+LINES = lines(PAGE)
+
+
+def test_readme_starts_a_container_as_the_page_does() -> None:
+    assert len(lines(SECTION)) >= 4
+    assert lines(SECTION) == LINES[: len(lines(SECTION))]
+
+
+def test_files_and_make_targets_named_on_the_page_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {line.split()[1] for line in LINES if line.startswith("make ")} <= set(targets)
-    headings = {
-        re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in README.splitlines()
-        if line.startswith("#")
-    }
-    for link in re.findall(r"\]\(([^)]+)\)", SECTION):
-        assert link[1:] in headings if link.startswith("#") else (ROOT / link).exists(), link
     for line in LINES:
         for file in re.findall(r"(?<=\s)docker/\S+", line):
             assert (ROOT / file).exists(), line
@@ -38,16 +40,18 @@ def test_files_and_make_targets_named_in_the_readme_exist() -> None:
 
 def test_groups_of_a_container_are_numbers_of_this_machine() -> None:
     """Docker looks a name up in the image, which has no group `render`."""
-    groups = re.findall(r'--group-add ("[^"]+"|[^\s`]+)', README)
+    groups = re.findall(r'--group-add ("[^"]+"|[^\s`]+)', PAGE)
     assert len(groups) > 2
     assert [name for name in groups if name != "keep-groups" and not name.startswith('"$(stat -c %g /dev/')] == []
 
 
 def test_lines_with_the_image_follow_one_that_builds_it() -> None:
-    starts = {"With Docker": "docker run", "Upgrade and downgrade": "docker run", "Watch a run": "docker compose"}
-    for heading, start in starts.items():
-        section = README.partition(f"\n### {heading}\n")[2].partition("\n### ")[0]
-        assert 0 < section.find("make image") < section.find(start), heading
+    manual = (ROOT / "node" / "MANUAL.md").read_text(encoding="utf-8")
+    pages = {"One node": PAGE, "Several nodes, Prometheus and Grafana": PAGE, "Upgrade and downgrade": manual}
+    for heading, page in pages.items():
+        section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        starts = [at for at in map(section.find, ("docker run", "docker compose")) if at > 0]
+        assert 0 < section.find("make image") < min(starts), heading
 
 
 def test_podman_builds_an_image_with_a_health_check() -> None:

@@ -1,4 +1,4 @@
-"""Runs the checker of certificates that the README documents, as a process that has no network."""
+"""Runs the checker of certificates of node/CERTIFICATE.md, as a process that has no network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "node" / "CERTIFICATE.md"
 RUNNER = """
 import contextlib, io, json, runpy, socket, sys, time
 
@@ -56,8 +56,8 @@ class Verdict:
 
 
 def program_text() -> str:
-    """The program, which is the only Python in the README."""
-    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    """The program, which is the only Python on the page."""
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     return str(program)
 
 

@@ -1,4 +1,4 @@
-"""Tests of certificates of credit, with the product's checker and with the one in the README."""
+"""Tests of certificates of credit, with the product's checker and with the one in node/CERTIFICATE.md."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The evidence for a state is what its members sign anyway. The commit certificate of round r names the contributors, and
 each join of round r + 1 names the digest of the state after round r. The digest covers the root of the table of credit,
-and a Merkle path leads from a member's entry to this root. The README has a checker of one page that needs nothing of
-this package.
+and a Merkle path leads from a member's entry to this root. `node/CERTIFICATE.md` has a checker of one page that needs
+nothing of this package.
 
 A certificate proves that these keys have signed, and no more: whoever makes `min_peers` keys can sign a run of their
 own with the same manifest. So it names the round, its head and the signers, which a member of the run can compare.
