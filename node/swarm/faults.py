@@ -119,12 +119,12 @@ class Faults:
 
     def has_room_for(self, rows: int, round: int) -> bool:
         """Whether the plan leaves device memory for this many sequences at once."""
-        room = (f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "memory") and f.round in (None, round))
-        return rows <= min(room, default=rows)
+        faults = (fault for fault in self.planned() if (fault.stage, fault.kind) == ("inner", "memory"))
+        return rows <= min((fault.amount for fault in faults if fault.round in (None, round)), default=rows)
 
     def overflows_loss(self, round: int) -> bool:
         """Whether the plan makes the loss of this inner step infinite."""
-        for fault in self.plan:
+        for fault in self.planned():
             if (fault.stage, fault.kind) == ("inner", "overflow") and fault.round in (None, round):
                 self._times[fault] += 1
                 return self._times[fault] <= fault.amount

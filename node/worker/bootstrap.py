@@ -54,7 +54,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Pauses of a node that waits for the network, or for memory that another program takes."""
 DEVICE_FILE = "device"
 """File in the data folder with the kind of device that `devices.device = auto` has chosen."""
-SAVED_AFTER = ("out_of_memory", "no_data")
+OUT_OF_MEMORY = "out_of_memory"
+SAVED_AFTER = (OUT_OF_MEMORY, "no_data")
 """Errors after which the parameters are sound, so the work since the last checkpoint is saved."""
 
 
@@ -394,6 +395,8 @@ class Worker:
             except MachineError as exc:
                 if exc.code in SAVED_AFTER:
                     trainer.save()
+                if exc.code == OUT_OF_MEMORY:  # A game may have taken it. The next worker waits until the run fits.
+                    raise NodeError(str(exc), code=exc.code) from exc
                 raise
 
     def _align(self, session: Session, trainer: Trainer) -> None:
