@@ -33,6 +33,12 @@ class Phase(StrEnum):
     ERROR = "error"
 
 
+MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
+"""Phases in which a node takes part in rounds."""
+AT_WORK = frozenset({"training", "syncing"})
+"""Codes between which a node changes in each round, so `since` is that of the first of them."""
+
+
 class Outcome(StrEnum):
     COMPLETE = "complete"
     """The result includes every member's contribution."""

@@ -19,7 +19,7 @@ from node.api.leaderboard import KnownOwner, RankedMember, RankedOwner, RankedTe
 from node.api.node_interface import View
 from node.config.manifest import Invite, Manifest, parse_invite, read_manifest
 from node.errors import NodeError
-from node.status import TRAFFIC_LIMIT, Outcome, Phase, RoundRecord, Sample, TaskScore, Value, rfc3339
+from node.status import MEMBER_PHASES, TRAFFIC_LIMIT, Outcome, Phase, RoundRecord, Sample, TaskScore, Value, rfc3339
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ SILENT_ROUNDS, LEAST_SILENT_S = 5, 60.0
 LIVE_OUTCOMES = frozenset({Outcome.COMPLETE, Outcome.PARTIAL, Outcome.ALONE})
 """Outcomes of rounds whose times this node has seen. It learns of others later, many at a time."""
 UNSEEING_PHASES = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.STOPPED, Phase.ERROR})
-MEMBER_PHASES = frozenset({Phase.TRAINING.value, Phase.SYNCING.value, Phase.DRAINING.value})
 
 
 class PublicMember(Value):

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from node.api.leaderboard import same_name
 from node.commands.client import read_address
-from node.status import MonthUsage, PeerRow, Phase, PublicationInfo, RunInfo, Status
+from node.status import AT_WORK, MEMBER_PHASES, MonthUsage, PeerRow, Phase, PublicationInfo, RunInfo, Status
 
 COLORS = {
     Phase.TRAINING: "green",
@@ -31,9 +31,6 @@ COLORS = {
 
 
 RUN_PAUSED = "run_paused"
-AT_WORK = frozenset({"training", "syncing"})
-"""Codes between which a node changes in each round, so `since` is that of the first of them."""
-TRAINING_PHASES = frozenset({Phase.TRAINING.value, Phase.SYNCING.value, Phase.DRAINING.value})
 STYLES = {phase.value: style for phase, style in COLORS.items()}
 
 
@@ -248,7 +245,7 @@ def describe_groups(rows: Sequence[PeerRow], by: str) -> Table:
     for group in sorted(groups.values(), key=lambda group: -sum(row.tokens_per_second for row in group)):
         first = group[0]
         name = (first.team or "no team") if by == "team" else first.owner_name or first.name or first.short_id
-        training = sum(row.phase in TRAINING_PHASES for row in group)
+        training = sum(row.phase in MEMBER_PHASES for row in group)
         speed = sum(row.tokens_per_second for row in group)
         table.add_row(Text(name), *map(Text, (str(len(group)), str(training), f"{speed:,.0f}")))
     return table

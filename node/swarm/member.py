@@ -21,7 +21,7 @@ from node.errors import MachineError, PeerError, SwarmError
 from node.host.disk_quota import Room, any_room
 from node.host.ports import IN_USE, LISTEN_PORT_FILE, PortFile, Reservation, choose, moved_notice
 from node.multiaddress import parse
-from node.status import Channel, PeerRow, Phase
+from node.status import MEMBER_PHASES, Channel, PeerRow, Phase
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Chain, Tip
 from node.swarm.connectivity.address_observer import AddressObserver
@@ -50,7 +50,7 @@ from node.swarm.membership.directory import (
 from node.swarm.membership.discovery import Discovery, SignedRecordValidator
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.lan_discovery import LanDiscovery
-from node.swarm.membership.peer_table import MEMBER_PHASES, PeerRecord, PeerTable
+from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.owners.profile_exchange import ProfileExchange
 from node.swarm.owners.profile_table import ProfileTable
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause

@@ -12,14 +12,13 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from node.errors import RoundFailed, SwarmError
-from node.status import Phase
+from node.status import MEMBER_PHASES, Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.consensus.context import Rules
 from node.swarm.faults import Faults
 from node.swarm.member import MemberOptions, MemberSnapshot, SwarmMember, start_member
-from node.swarm.membership.peer_table import MEMBER_PHASES
 from node.swarm.state_sync.catch_up import ResyncCause
 from node.swarm.state_sync.server import KeptSource, StateSource
 

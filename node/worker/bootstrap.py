@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,10 +21,9 @@ from node.errors import MachineError, NodeError, RestartError, SwarmError
 from node.host import gpu_power
 from node.host.disk_quota import Quota, quota_bytes
 from node.host.files import write_whole
-from node.status import Activity, DeviceInfo, Phase
+from node.status import MEMBER_PHASES, Activity, DeviceInfo, Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.member_thread import Lost
-from node.swarm.membership.peer_table import MEMBER_PHASES
 from node.swarm.state_sync.catch_up import ResyncCause
 from node.training.accelerator import accelerator_of
 from node.training.device import ComputeDevice, choose_device, describe
@@ -393,11 +392,15 @@ class Worker:
                 trainer.save()
                 raise
             except MachineError as exc:
-                if exc.code in SAVED_AFTER:
-                    trainer.save()
-                if exc.code == OUT_OF_MEMORY:  # A game may have taken it. The next worker waits until the run fits.
-                    raise NodeError(str(exc), code=exc.code) from exc
-                raise
+                self._save_and_end(trainer, exc)
+
+    def _save_and_end(self, trainer: Trainer, error: MachineError) -> NoReturn:
+        """Save the work if the parameters are sound after `error`, and end the worker."""
+        if error.code in SAVED_AFTER:
+            trainer.save()
+        if error.code == OUT_OF_MEMORY:  # A game may have taken it. The next worker waits until the run fits.
+            raise NodeError(str(error), code=error.code) from error
+        raise error
 
     def _align(self, session: Session, trainer: Trainer) -> None:
         """Replay the rounds that are on the disk, then those that the swarm has committed since.

@@ -22,6 +22,7 @@ from node.config.amendments import (
 )
 from node.config.manifest import Manifest
 from node.status import (
+    AT_WORK,
     AmendmentInfo,
     DeviceInfo,
     GovernanceInfo,
@@ -58,8 +59,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
 DEVICE_INTERVAL_S = 5.0
-AT_WORK = frozenset({(Phase.TRAINING, "training"), (Phase.SYNCING, "syncing")})
-"""Phases and codes between which the node changes in each round."""
 MOST_REFUSED = 8
 """Refused submissions that are reported."""
 
@@ -92,7 +91,7 @@ class Reporter:
         """Change phase, reason or code. Entering the current ones again has no effect."""
         if (phase, reason, code) == (self.state.phase, self.state.reason, self.state.code):
             return
-        was_at_work, is_at_work = (self.state.phase, self.state.code) in AT_WORK, (phase, code) in AT_WORK
+        was_at_work, is_at_work = self.state.code in AT_WORK, code in AT_WORK
         goes_on = was_at_work == is_at_work and (is_at_work or phase == self.state.phase)
         since = self.state.since if goes_on else utc_now()
         self.state = PhaseState(phase=phase, reason=reason, code=code, since=since)

@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from node.status import MEMBER_PHASES
+
 SETTLE_S = 5.0
 """Seconds for which a node's status may still be one from before its process was stopped."""
 RETURN_S = 60.0
@@ -47,7 +49,6 @@ LATE_S = 60.0
 """The late joiner takes part at most so many seconds before the end of the storm, or later."""
 STEPS = ("rate", "weights", "pause", "resume")
 """The steps of a storm that steers its run, by name."""
-MEMBER_PHASES = frozenset({"training", "syncing", "draining"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import psutil
 
+from node.status import MEMBER_PHASES
 from node.swarm.chain.certificate import CREDIT_FILE
 from node.training.checkpoint import META
 from tests.swarm.harness import CALM, MARK, Node
 from tests.swarm.storm_judge import (
-    MEMBER_PHASES,
     NodeObservations,
     ObservedAmendment,
     ObservedCommit,

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from node.errors import PeerError
-from node.status import Phase, Report, TaskScores
+from node.status import MEMBER_PHASES, Phase, Report, TaskScores
 from node.swarm.identity import Identity, new_identity, verify
 from node.swarm.membership import peer_table
 from node.swarm.membership.gossip import MAX_REQUEST_BYTES, Gossip
@@ -21,7 +21,6 @@ from node.swarm.membership.peer_table import (
     MAX_KNOWN,
     MAX_RECORD_BYTES,
     MAX_ROWS,
-    MEMBER_PHASES,
     PeerRecord,
     PeerTable,
     Signed,

@@ -169,7 +169,7 @@ def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -
     if not contributors <= set(outcome.plan.members) or len(contributors) < min_peers or len(group) < min_peers:
         raise PeerError("the round has fewer members than the run allows")
     if 2 * len(voters(proof)) <= len(group):
-        raise PeerError("fewer than half of the round's group have voted for it")
+        raise PeerError("not more than half of the round's group have voted for it")
     signers = set()
     for document in evidence.joins:
         join = read(document, Join)
@@ -178,7 +178,7 @@ def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -
         signers.add(document.signer)
     signers &= contributors
     if 2 * len(signers) <= len(contributors):
-        raise PeerError("fewer than half of the round's contributors have signed the state")
+        raise PeerError("not more than half of the round's contributors have signed the state")
     return ProvenCredit(
         run, name, entry, evidence.round, evidence.tokens, proof.outcome.hash, tuple(sorted(signers)), len(contributors)
     )

@@ -17,9 +17,9 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import PeerError, SwarmError
 from node.host.files import write_whole
-from node.status import Channel
+from node.status import MEMBER_PHASES, Channel
 from node.swarm.membership.gossip import Gossip
-from node.swarm.membership.peer_table import MAX_VIA, MEMBER_PHASES, PeerTable, Signed
+from node.swarm.membership.peer_table import MAX_VIA, PeerTable, Signed
 from node.swarm.transport.libp2p import Libp2pWire, addresses_of, peer_of
 from node.swarm.transport.wire import Message, Service
 

@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from node.config.manifest import PROTOCOL_VERSION
 from node.errors import PeerError
 from node.host.printable import printable
-from node.status import PeerRow, Phase, TaskScores
+from node.status import MEMBER_PHASES, PeerRow, Phase, TaskScores
 from node.swarm.identity import Identity, verify
 from node.swarm.membership.timings import MemberTimings
 from node.swarm.suspend_clock import SuspendClock
@@ -47,8 +47,6 @@ MOST_FORGED = 8
 """After so many records with a wrong signature, the rest of a message is not read: checking signatures takes time."""
 MAX_ANSWER_BYTES = 4 * 2**20
 """Limit on the records of one reply, which is half of what a caller accepts."""
-MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
-"""Phases in which a peer takes part in rounds."""
 GONE_PHASES = (Phase.STOPPED, Phase.LEAVING, Phase.ERROR)
 """Phases of a peer that has ended on purpose or with an error."""
 RELAYING = "relaying"  # The API shows this for a relay in place of a phase
