@@ -38,7 +38,7 @@ class ProcessMeter:
         """Measure all processes. A process that ends meanwhile is left out."""
         worker_pid, memory = self._worker_pid(), dict.fromkeys(PROCESS_KINDS, 0)
         cpu_s, seen = dict(self.usage.cpu_seconds), {}
-        for process in (self._own, *self._own.children(recursive=True)):
+        for process in (self._own, *self._children()):
             try:
                 with process.oneshot():
                     kind = self._kind(process, worker_pid)
@@ -50,6 +50,13 @@ class ProcessMeter:
             cpu_s[kind] += max(0.0, seen[process] - self._cpu_s.get(process, 0.0))
         self._cpu_s = seen
         self.usage = ProcessUsage(memory, cpu_s)
+
+    def _children(self) -> list[psutil.Process]:
+        """All processes below this one; none if the system does not list them, as in some sandboxes."""
+        try:
+            return list(self._own.children(recursive=True))
+        except (psutil.Error, OSError):
+            return []
 
     def _kind(self, process: psutil.Process, worker_pid: int | None) -> str:
         if process.pid == self._own.pid:

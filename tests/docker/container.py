@@ -28,8 +28,10 @@ THREAD = "--limits.cpu_threads=1"
 class Container:
     """One container and its volume. The volume outlives the container until `purge`."""
 
-    def __init__(self, docker: Engine, name: str, network: str = "bridge", volume: str = "") -> None:
-        self.docker = docker
+    def __init__(
+        self, docker: Engine, name: str, network: str = "bridge", volume: str = "", image: str = IMAGE
+    ) -> None:
+        self.docker, self.image = docker, image
         self.name = f"diloco-test-{name}-{uuid.uuid4().hex[:6]}"
         self.volume = volume or self.name
         self.network = network
@@ -39,7 +41,7 @@ class Container:
         given = [f"--env={key}={value}" for key, value in (env or {}).items()]
         self.docker(
             "run", "--name", self.name, *AS_TOLD, *HARD, "--volume", f"{self.volume}:/data", "--network", self.network,
-            *given, *engine_words, IMAGE, *words,
+            *given, *engine_words, self.image, *words,
         )  # fmt: skip
         return self
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -24,7 +25,8 @@ from tests.swarm.harness import wait_for
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(tempfile.gettempdir()) / f"diloco-test-docker-{os.getuid()}"
-BASE = "diloco-test-base:bookworm"
+BASE = "diloco-test-base:bookworm-"
+"""Its tag ends with the architecture."""
 IMAGE = "diloco-node:cpu"
 BUILD_S = 1500.0
 START_S = 60.0
@@ -112,25 +114,41 @@ def engine() -> Iterator[Engine]:
 # The image
 
 
-def make_base(docker: Engine) -> None:
-    """Make a base image of Debian 12 that is about as small as Debian's slim images."""
-    if docker("images", "--quiet", BASE):
-        return
-    CACHE.mkdir(mode=0o700, exist_ok=True)
-    packed = CACHE / "base.tar"
+def own_architecture() -> str:
+    """This machine's architecture as Debian and Docker call it."""
+    return {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
+
+
+def make_base(docker: Engine, arch: str) -> str:
+    """Make a base image of Debian 12 that is about as small as Debian's slim images. Returns its name."""
+    name, folder = f"{BASE}{arch}", CACHE / f"base-{arch}"
+    if docker("images", "--quiet", name):
+        return name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    packed = folder / "base.tar"
     if not packed.exists():
-        root = CACHE / "base"
-        words = ["debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", str(root)]
+        root = CACHE / f"root-{arch}"
+        words = [
+            "debootstrap",
+            f"--arch={arch}",
+            "--variant=minbase",
+            "--include=ca-certificates",
+            "bookworm",
+            str(root),
+        ]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL, timeout=900)
-        for folder in ("var/cache/apt", "var/lib/apt/lists", "usr/share/man", "usr/share/locale", "usr/share/info"):
-            shutil.rmtree(root / folder)
+        for useless in ("var/cache/apt", "var/lib/apt/lists", "usr/share/man", "usr/share/locale", "usr/share/info"):
+            shutil.rmtree(root / useless)
         for file in (root / "usr/share/doc").rglob("*"):
             if not file.is_dir() and file.name != "copyright":
                 file.unlink()
         subprocess.run(["tar", "-C", root, "-cf", packed.with_suffix(".new"), "."], check=True, timeout=300)
         packed.with_suffix(".new").rename(packed)
         shutil.rmtree(root)
-    docker("import", str(packed), BASE, timeout_s=300)
+    # `docker import` would give every image the architecture of this machine.
+    (folder / "Dockerfile").write_text("FROM scratch\nADD base.tar /\n")
+    docker("build", "--quiet", "--platform", f"linux/{arch}", "--tag", name, str(folder), timeout_s=300)
+    return name
 
 
 @contextmanager
@@ -180,15 +198,22 @@ def secrets(folder: Path) -> Iterator[tuple[list[str], str]]:
         yield [*words, "--secret", f"id=pip,src={folder / 'pip.conf'}"], mark
 
 
-def build(docker: Engine, folder: Path) -> str:
-    """Run `make image` for the CPU. Returns the mark in the secrets of the build."""
-    make_base(docker)
+def build(
+    docker: Engine, folder: Path, arch: str = "", source: Path = ROOT, image: str = IMAGE, timeout_s: float = BUILD_S
+) -> str:
+    """Run `make image` for the CPU in a checkout. Returns the mark in the secrets of the build.
+
+    Args:
+        folder: for the settings of pip.
+        arch: the architecture, by default that of this machine.
+    """
+    arch = arch or own_architecture()
+    arguments = f"--network host --build-arg BASE_IMAGE={make_base(docker, arch)} --build-arg TORCH_INDEX_URL="
     with secrets(folder) as (words, mark):
-        arguments = ["--network host", f"--build-arg BASE_IMAGE={BASE} --build-arg TORCH_INDEX_URL=", " ".join(words)]
         done = subprocess.run(
-            ["make", "image", f"DOCKER={docker.client}", "IMAGE_DASHBOARD=prebuilt",
-             f"IMAGE_ARGS={' '.join(arguments)} --progress plain"],
-            cwd=ROOT, env=docker.environment, capture_output=True, text=True, timeout=BUILD_S, check=False,
+            ["make", "image", f"DOCKER={docker.client}", f"IMAGE={image}", "IMAGE_DASHBOARD=prebuilt",
+             f"IMAGE_ARGS={arguments} --platform linux/{arch} --progress plain {' '.join(words)}"],
+            cwd=source, env=docker.environment, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return mark

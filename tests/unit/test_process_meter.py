@@ -83,3 +83,16 @@ def test_change_of_the_clock_counts_no_processor_time_twice(monkeypatch: pytest.
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: created_s(self) + 3600)
     meter.sample()
     assert meter.usage.cpu_seconds["supervisor"] < before_s + 0.2
+
+
+def test_system_that_does_not_list_processes_gives_only_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the node ended with an internal error, under an emulator that gives each thread its own start time."""
+
+    def fail(process: psutil.Process, recursive: bool) -> list[psutil.Process]:
+        raise psutil.NoSuchProcess(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "children", fail)
+    meter = ProcessMeter(lambda: 1)
+    meter.sample()
+    assert meter.usage.memory_bytes["supervisor"] > 0
+    assert {kind for kind, size_bytes in meter.usage.memory_bytes.items() if size_bytes} == {"supervisor"}
