@@ -51,7 +51,8 @@ DEFAULT = (
     "10:4:blocking:fp16", "500:4:blocking:fp16", "100:2:streaming:int4",
 )  # fmt: skip
 """The cells to measure, the most important ones first."""
-BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0, "e3m0": 4.0, "topk": 0.8828}
+BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0, "e3m0": 4.0, "topk": (0.8828 + 8.0) / 2}
+"""Bits of an element, mean of contribution and result. The result of `topk` is in int8."""
 FRAGMENTS = 4
 MODEL = {
     "hidden_size": 384,
@@ -120,7 +121,12 @@ def run_of(cell: Cell) -> dict[str, Any]:
         "model": MODEL,
         "inner": {"batch_size": 1, "sequence_length": 32},
         "round": {"policy": "time", "inner_steps": round(cell.inner_s / STEP_S), "min_peers": cell.nodes},
-        "sync": {"mode": cell.mode, "codec": cell.codec, "fragments": FRAGMENTS},
+        "sync": {
+            "mode": cell.mode,
+            "codec": cell.codec,
+            "fragments": FRAGMENTS,
+            "feedback": "classic" if cell.codec == "topk" else "none",
+        },
         "evaluation": {"batches": 0},
     }
 
