@@ -1,4 +1,4 @@
-"""The image for arm64 trains, and the unit tests pass in it, under emulation by qemu. It takes an hour.
+"""The image for arm64 trains, agrees with this machine in all bits, and passes the unit tests, emulated by qemu: hours.
 
 It needs a registered emulator (Debian's package qemu-user-static). `DILOCO_TEST_ARM64` is the version of torch: that of
 `.ci/torch.lock`, or an older one where PyTorch's index of builds without CUDA cannot be reached, as pip's default index
@@ -17,6 +17,7 @@ import pytest
 
 from tests.docker.container import SMALL, THREAD, Container
 from tests.docker.engine import ROOT, Engine, build, engine, why_not
+from tests.swarm.harness import Swarm, tiny
 
 ASKED_FOR = "DILOCO_TEST_ARM64"
 EMULATOR = Path("/proc/sys/fs/binfmt_misc/qemu-aarch64")
@@ -60,6 +61,32 @@ def test_image_is_for_arm64_and_trains(image: Engine) -> None:
         assert status["training"]["loss"] < 6
     finally:
         node.purge()
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [{"codec": "fp16"}, {"codec": "int4", "feedback": "loco"}, {"codec": "topk", "feedback": "classic"}],
+    ids=lambda sync: sync["codec"],
+)
+def test_arm64_and_this_machine_hold_the_same_bits(image: Engine, tmp_path: Path, sync: dict[str, str]) -> None:
+    """The two processors, with different versions of torch, average and step together."""
+    gateway = image("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
+    member = Container(image, "arm64", image=IMAGE)
+    run = tiny(round={"policy": "time", "inner_steps": 200, "min_peers": 2}, sync=sync)
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        founder = swarm.node("here")
+        founder.listen = f"/ip4/{gateway}/tcp/0"
+        founder.start()
+        try:
+            member.run("run", "--join", founder.invite(), THREAD, engine_words=("--platform", "linux/arm64"))
+            member.until(lambda s: s["contribution"]["rounds_joined"] >= 10, TRAIN_S, "ten rounds together")
+            ours, theirs = founder.digests(), member.digests()
+        finally:
+            member.purge()
+    both = ours.keys() & theirs.keys()
+    print(f"{len(both)} rounds")
+    assert len(both) >= 9
+    assert {number: ours[number] for number in both} == {number: theirs[number] for number in both}
 
 
 def test_unit_tests_pass_in_the_image(image: Engine, tmp_path: Path) -> None:
