@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,12 @@ def test_image_is_for_arm64_and_trains(image: Engine) -> None:
 )
 def test_arm64_and_this_machine_hold_the_same_bits(image: Engine, tmp_path: Path, sync: dict[str, str]) -> None:
     """The two processors, with different versions of torch, average and step together."""
-    gateway = image("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
+    subnet = image("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Subnet}}")
     member = Container(image, "arm64", image=IMAGE)
     run = tiny(round={"policy": "time", "inner_steps": 200, "min_peers": 2}, sync=sync)
     with Swarm(tmp_path / "swarm", run) as swarm:
         founder = swarm.node("here")
-        founder.listen = f"/ip4/{gateway}/tcp/0"
+        founder.listen = f"/ip4/{IPv4Network(subnet)[1]}/tcp/0"
         founder.start()
         try:
             member.run("run", "--join", founder.invite(), THREAD, engine_words=("--platform", "linux/arm64"))
