@@ -36,8 +36,8 @@ NOT_IN_THE_IMAGE = re.compile(
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine that has built the image from the tracked files of this checkout, with the page that is built in it."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked files of this checkout with the page that is built in it, and with the chosen version of torch."""
     torch = os.environ.get(ASKED_FOR, "")
     if reason := why_not() or ("" if torch else f"{ASKED_FOR} names no version of torch, and this takes an hour"):
         pytest.skip(reason)
@@ -48,6 +48,12 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     subprocess.run(["cp", "-r", ROOT / "node/api/static", tree / "node/api"], check=True, timeout=60)
     lock = tree / ".ci/torch.lock"
     lock.write_text(re.sub(r"(?m)^torch==\S+", f"torch=={torch}", lock.read_text()))
+    return tree
+
+
+@pytest.fixture(scope="module")
+def image(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine that has built the image."""
     with engine() as docker:
         build(docker, tmp_path_factory.mktemp("build"), "arm64", tree, IMAGE, BUILD_S)
         yield docker
@@ -90,7 +96,7 @@ def test_arm64_and_this_machine_hold_the_same_bits(image: Engine, tmp_path: Path
     assert {number: ours[number] for number in both} == {number: theirs[number] for number in both}
 
 
-def test_unit_tests_pass_in_the_image(image: Engine, tmp_path: Path) -> None:
+def test_unit_tests_pass_in_the_image(image: Engine, tree: Path, tmp_path: Path) -> None:
     """With the image's own packages, beside which only the tools of the tests are mounted."""
     lines = (ROOT / ".ci/dev.lock").read_text(encoding="utf-8").splitlines()
     wanted = [
@@ -99,11 +105,11 @@ def test_unit_tests_pass_in_the_image(image: Engine, tmp_path: Path) -> None:
     words = ["--no-deps", "--only-binary=:all:", "--python-version=3.11", *WHEELS, "--target", str(tmp_path / "tools")]
     pip = ["python3", "-m", "pip", "install", "--quiet", *words, *wanted]
     subprocess.run(pip, check=True, timeout=900)
-    mounts = [f"--volume={ROOT}:/checkout:ro", f"--volume={tmp_path / 'tools'}:/tools:ro"]
+    mounts = [f"--volume={tree}:/checkout", f"--volume={tmp_path / 'tools'}:/tools:ro"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--timeout=1200", "tests/unit"]
     said = image(
         "run", "--rm", "--platform=linux/arm64", *mounts, "--env=PYTHONPATH=/tools:/checkout", "--workdir=/checkout",
-        "--entrypoint=python3", IMAGE, *tests, timeout_s=TESTS_S, check=False, both=True,
+        "--user=0", "--entrypoint=python3", IMAGE, *tests, timeout_s=TESTS_S, check=False, both=True,
     )  # fmt: skip
     print(said[-2000:])
     assert re.search(r"^\d+ passed", said.splitlines()[-1]), said[-6000:]

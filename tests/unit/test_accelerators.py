@@ -256,7 +256,7 @@ def test_intel_gpu_reports_what_this_user_may_read(monkeypatch: pytest.MonkeyPat
         raise ModuleNotFoundError("pyzes")
 
     monkeypatch.setattr(torch.xpu, "get_device_properties", properties())
-    monkeypatch.setattr(torch.xpu, "device_memory_used", lambda _: 7)
+    monkeypatch.setattr(torch.xpu, "device_memory_used", lambda _: 7, raising=False)
     monkeypatch.setattr(torch.xpu, "utilization", not_permitted)
     monkeypatch.setattr(torch.xpu, "temperature", no_package)
     monkeypatch.setattr(torch.xpu, "power_draw", lambda _: 75.0)
