@@ -6,12 +6,16 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 import psutil
+
+from tests.benchmarks.processes import ROOT
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 COLUMNS = ("figure", "ours", "baseline", "ratio", "allowed", "verdict")
@@ -78,6 +82,7 @@ class Result:
         figures = [asdict(f) | {"ratio": f.ratio, "passed": f.passed} for f in self.figures]
         content = {
             "benchmark": self.benchmark,
+            "commit": commit(),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": {
                 "processor": platform.machine(),
@@ -90,6 +95,14 @@ class Result:
             "samples": self.samples,
         }
         (folder / f"{self.benchmark}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+@cache
+def commit() -> str:
+    """The commit of the working tree, with `+` if files were changed since; `unknown` without git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=7", "--dirty=+"]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
 
 
 def table(figures: Sequence[Figure]) -> str:

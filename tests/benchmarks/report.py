@@ -9,17 +9,19 @@ the same folder. The report names the measurements that are missing.
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import psutil
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from tests.benchmarks import sync
-from tests.benchmarks.figures import RESULTS
+from tests.benchmarks.figures import RESULTS, commit
 
 OURS, FORMULA, OTHER = "#2563eb", "#111827", "#f59e0b"
 DPI = 120
@@ -100,7 +102,8 @@ PARTS = (
 
 
 def main() -> int:
-    lines = ["# What synchronising costs"]
+    written = f"Written on {datetime.now(UTC):%Y-%m-%d} at commit {commit()}, on {psutil.cpu_count()} cores."
+    lines = ["# What synchronising costs", "", f"`make bench-sync`. {written}"]
     for title, part, _ in PARTS:
         lines += ["", f"## {title}", "", *part()]
     report: Path = RESULTS / "report.md"

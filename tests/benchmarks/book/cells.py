@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -21,6 +20,7 @@ from rich.progress import Progress
 from node.host.parent_death import die_with_parent
 from tests.benchmarks.book.arm import Arm
 from tests.benchmarks.book.trial import Result, Trial, setting
+from tests.benchmarks.figures import commit
 from tests.benchmarks.processes import ROOT
 from tests.swarm.harness import TINY
 
@@ -41,14 +41,6 @@ def code() -> str:
     for file in sorted(file for pattern in TRAINING_CODE for file in ROOT.glob(pattern)):
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-@cache
-def commit() -> str:
-    """The commit of the working tree, with `+` if files were changed since; `unknown` without git."""
-    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=7", "--dirty=+"]
-    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or "unknown"
 
 
 class Store:
