@@ -12,8 +12,7 @@ from node.config.loader import OTHER_VARIABLES, known_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "node/MANUAL.md", "docker/README.md", "configs/README.md", "node/CERTIFICATE.md")
-TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
-TEXT = "\n".join(TEXTS.values())
+TEXT = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
 CONSOLE = "\n".join(re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL))
 CODE = [*re.findall(r"(?<!`)`([^`\n]+)`", TEXT), *(line.partition("  #")[0] for line in CONSOLE.splitlines())]
 SECTIONS = {key.rpartition(".")[0] for key in known_keys()}
@@ -48,7 +47,7 @@ def test_each_setting_has_the_name_that_the_program_knows() -> None:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_each_command_has_the_options_that_the_readme_gives_it(line: str) -> None:
+def test_each_command_has_the_options_that_the_pages_give_it(line: str) -> None:
     for command, words in re.findall(r"diloco-node(?::\w+)? ([a-z][a-z-]*)\b([^|;#]*)", line):
         assert command in COMMANDS
         known = {option for action in COMMANDS[command]._actions for option in action.option_strings}

@@ -256,10 +256,10 @@ def test_intel_gpu_reports_what_this_user_may_read(monkeypatch: pytest.MonkeyPat
         raise ModuleNotFoundError("pyzes")
 
     monkeypatch.setattr(torch.xpu, "get_device_properties", properties())
-    monkeypatch.setattr(torch.xpu, "device_memory_used", lambda _: 7, raising=False)
-    monkeypatch.setattr(torch.xpu, "utilization", not_permitted, raising=False)
-    monkeypatch.setattr(torch.xpu, "temperature", no_package, raising=False)
-    monkeypatch.setattr(torch.xpu, "power_draw", lambda _: 75.0, raising=False)
+    monkeypatch.setattr(torch.xpu, "device_memory_used", lambda _: 7)
+    monkeypatch.setattr(torch.xpu, "utilization", not_permitted)
+    monkeypatch.setattr(torch.xpu, "temperature", no_package)
+    monkeypatch.setattr(torch.xpu, "power_draw", lambda _: 75.0)
     assert Xpu().sensors(XPU) == {"memory_size_bytes": 8_000_000_000, "memory_used_bytes": 7, "power_watts": 75.0}
 
 

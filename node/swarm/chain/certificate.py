@@ -111,7 +111,7 @@ class ProvenCredit:
 def record_of(manifest: Manifest, tip: Tip, next_outcome: Document) -> CreditRecord | None:
     """The record of the state at a tip, once the next round is committed.
 
-    None for the initial state, and if fewer than half of the round's contributors have joined the next round.
+    None for the initial state, and unless more than half of the round's contributors have joined the next round.
     """
     plan = RoundOutcome.model_validate_json(next_outcome.text).plan
     contributors = tip.last_weights.keys()
