@@ -1,4 +1,4 @@
-"""Runs the checker of certificates of node/CERTIFICATE.md, as a process that has no network."""
+"""Runs the checker of certificates in node/CERTIFICATE.md as a process that has no network."""
 
 from __future__ import annotations
 
