@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from node.errors import InviteError, ManifestError, ProtocolError
 from node.host.printable import printable
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Increased when old and new nodes can no longer take part in one round."""
 
 INVITE_PREFIX = "diloco1-"

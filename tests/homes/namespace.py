@@ -24,6 +24,9 @@ NAMES = Path("/run/netns")
 NETLINK_NETFILTER = 12
 CONNTRACK_DELETE = (1 << 8) | 2
 """Netlink message IPCTNL_MSG_CT_DELETE of subsystem ctnetlink (linux/netfilter/nfnetlink_conntrack.h)."""
+CONGESTION_CONTROL = "reno"
+"""Volunteers' systems have CUBIC, which namespaces may not have where the host has another default. On home lines, it
+behaves like Reno (RFC 9438, section 4.3), which each namespace may have."""
 REQUEST_AND_ACKNOWLEDGE = 0x1 | 0x4
 NETLINK_HEADER = struct.Struct("=IHHII")
 _number = count()
@@ -44,6 +47,7 @@ def add(namespace: str) -> None:
     """Make a namespace whose loopback interface is up and which has no address autoconfiguration."""
     run("ip", "netns", "add", namespace)
     sysctl(namespace, {"net/ipv6/conf/default/accept_ra": 0, "net/ipv6/conf/default/accept_dad": 0})
+    sysctl(namespace, {"net/ipv4/tcp_congestion_control": CONGESTION_CONTROL})
     ip(namespace, "link set lo up")
 
 
@@ -76,7 +80,7 @@ def filter_packets(namespace: str, rules: Sequence[str], *, family: int) -> None
     run("ip", "netns", "exec", namespace, tool, text="\n".join(rules) + "\n")
 
 
-def sysctl(namespace: str, values: Mapping[str, int]) -> None:
+def sysctl(namespace: str, values: Mapping[str, int | str]) -> None:
     """Set kernel parameters of the namespace. Parameters that this kernel does not have are skipped."""
     with inside(namespace):
         for name, value in values.items():

@@ -79,3 +79,27 @@ def test_nodes_that_find_their_own_address_take_part_in_every_round(swarm: Swarm
     with world([Home(kind) for kind in kinds]) as homes:  # type: ignore[arg-type]
         nodes = start_all(homes, swarm, pace, announce=False)
         assert_all_are_in_all_rounds(homes, nodes, pace)
+
+
+FULL_LINE_ROUNDS = 3
+
+
+@pytest.mark.timeout(1200)
+def test_members_hear_each_other_while_their_lines_are_full(swarm: Swarm) -> None:
+    """Each transfer of 8 MB fills the lines for longer than a silent member counts as live. No attempt fails."""
+    pace = Pace(inner_steps=50)
+    flags = ("--run.sync.mode=blocking", "--run.sync.codec=fp16", "--run.model.hidden_size=448")
+    with world([Home("public", lines=None)] * 4) as homes:
+        nodes = [found(swarm, homes[0], *flags, pace=pace)]
+        nodes += [join(swarm, home, nodes[0].invite(), pace=pace) for home in homes[1:]]
+        for node in nodes:
+            node.until_training(START_S)
+        for home in homes:
+            home.limit((4.0, 4.0))
+        since = max(node.status()["run"]["round"] for node in nodes) + GETTING_IN
+        for node in nodes:
+            node.until_round(since + FULL_LINE_ROUNDS, 600.0)
+        records = [r for r in nodes[0].rounds() if since < r["round"] <= since + FULL_LINE_ROUNDS]
+        seconds = [round(r["seconds"]["reduce"] + r["seconds"]["commit"], 1) for r in records]
+        assert [r["outcome"] for r in records] == ["complete"] * FULL_LINE_ROUNDS
+        assert min(seconds) > 20, "the transfers are too short for this test"

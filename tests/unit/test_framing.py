@@ -10,6 +10,7 @@ import pytest
 from node.errors import PeerError
 from node.swarm.transport import framing as streams
 from node.swarm.transport.rate_limiter import RateLimiter
+from node.swarm.transport.send_window import SendWindow, Way
 from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, pack_header
 
 
@@ -31,7 +32,7 @@ def read_from(feed_s: float, piece: int, size: int, monkeypatch: pytest.MonkeyPa
         feeding = asyncio.create_task(feed())
         try:
             limiter = RateLimiter(asyncio.get_running_loop().time, mbit_s)
-            _, message, _ = await streams.read_message(reader, lambda _: 2 * size, limiter)
+            _, message, _ = await streams.read_message((reader, Memory()), lambda _: 2 * size, limiter)
             assert message.blobs[0] == blob
             return bytes(message.blobs[0])
         finally:
@@ -93,7 +94,7 @@ def test_long_headers_do_not_delay_bulk_transfers() -> None:
             reader = asyncio.StreamReader()
             reader.feed_data(len(header).to_bytes(4, "big") + header)
             with pytest.raises(PeerError):
-                await streams.read_message(reader, lambda _: 0, limiter)
+                await streams.read_message((reader, Memory()), lambda _: 0, limiter)
 
         strangers = [asyncio.create_task(send_header()) for _ in range(16)]
         await asyncio.sleep(0.1)
@@ -113,9 +114,11 @@ def test_message_with_a_header_of_any_length_arrives(text_bytes: int) -> None:
     async def pass_on() -> None:
         clock = asyncio.get_running_loop().time
         message, writer, reader = Message({"text": "x" * text_bytes}, [b"blob"]), Memory(), asyncio.StreamReader()
-        size = await streams.write_message(writer, pack_header("verb", message), message.blobs, RateLimiter(clock, 8.0))
+        window = SendWindow(clock, Way(clock))
+        header, limiter = pack_header("verb", message), RateLimiter(clock, 8.0)
+        size = await streams.write_message(writer, header, message.blobs, limiter, window)
         reader.feed_data(bytes(writer.data))
-        verb, received, received_bytes = await streams.read_message(reader, lambda _: 10, RateLimiter(clock, 8.0))
+        verb, received, received_bytes = await streams.read_message((reader, Memory()), lambda _: 10, limiter)
         assert (verb, received.header, list(received.blobs)) == ("verb", message.header, [b"blob"])
         assert size == received_bytes == len(writer.data)
 

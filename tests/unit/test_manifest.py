@@ -29,7 +29,7 @@ from node.config.manifest import (
 from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "7200304c8c29ef116735e7634b310bf0706f6d3a955102887a5039ef23b63a68"
+GOLDEN_HASH = "a00beab7bb77324877f5299f50e2701713ca5985e22932a4a2e524e5762819bd"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 

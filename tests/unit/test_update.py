@@ -23,6 +23,7 @@ from node import __version__, cli
 from node.commands import update
 from node.commands.release_file import DOMAIN, SIZE_MAX_BYTES, Release, read_release, sign
 from node.commands.update import ReleaseSource, check, install
+from node.config.manifest import PROTOCOL_VERSION
 from node.errors import MachineError, ReleaseError, UsageError
 
 KEY, STRANGER = (Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2))
@@ -46,7 +47,7 @@ def public(key: Ed25519PrivateKey) -> str:
 
 def release(**changes: Any) -> Release:
     values: dict[str, Any] = {
-        "version": "9.0.0", "protocol": 3,
+        "version": "9.0.0", "protocol": PROTOCOL_VERSION,
         "released_at": NOW - timedelta(days=1), "expires_at": NOW + timedelta(days=9),
         "wheel": "diloco_node-9.0.0-py3-none-any.whl", "size_bytes": len(WHEEL),
         "sha256": hashlib.sha256(WHEEL).hexdigest(), "notes": "Faster.\nSmaller.\x1b[31m",
@@ -93,8 +94,10 @@ def test_same_version_is_the_newest(tmp_path: Path) -> None:
 
 
 def test_release_of_another_protocol_says_what_that_means(tmp_path: Path) -> None:
-    found = check(source(tmp_path, release(protocol=4)), "0.1.0", NOW)
-    assert "It speaks protocol 4, and this program speaks protocol 3" in str(found)
+    found = check(source(tmp_path, release(protocol=PROTOCOL_VERSION + 1)), "0.1.0", NOW)
+    assert f"It speaks protocol {PROTOCOL_VERSION + 1}, and this program speaks protocol {PROTOCOL_VERSION}" in str(
+        found
+    )
 
 
 def test_old_release_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,10 @@
-"""Reads and writes one message on a stream: a length-prefixed header, then blobs. Limits sizes, rates and stalls."""
+"""Reads and writes one message on a stream: a length-prefixed header, then blobs. Limits sizes, rates and stalls.
+
+A stream carries words of four bytes, big endian, and what they announce. A word below 2**31 is the length of a header,
+and the header and its blobs follow. A word from 2**31 on acknowledges `word - 2**31` bytes of the blobs that the other
+end is sending, and is followed by the time of the receipt (`send_window.milliseconds`). The receiver of more than
+PACED_BYTES acknowledges all of them, and the sender keeps to a `SendWindow`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from node.errors import PeerError
 from node.swarm.transport.rate_limiter import RateLimiter
+from node.swarm.transport.send_window import MIN_WINDOW_BYTES, SendWindow, milliseconds
 from node.swarm.transport.wire import MAX_HEADER_BYTES, STALL_S, Message, unpack_header
 
 PIECE_BYTES = 256 * 1024
@@ -20,6 +27,11 @@ SMALL_HEADER_BYTES = 64 * 1024
 MIN_BYTES_S = PIECE_BYTES / STALL_S
 """A peer that transfers a whole message more slowly than this counts as hung."""
 LINGER_S = 1.0
+PACED_BYTES = MIN_WINDOW_BYTES
+"""Shorter bodies need no window."""
+ACKNOWLEDGE_S = 0.02
+"""Time for which received bytes are collected before they are acknowledged."""
+ACKNOWLEDGEMENT_BIT = 2**31
 
 T = TypeVar("T")
 
@@ -83,54 +95,146 @@ class _StallTimer:
             await limiter.acquire(size)
 
 
-async def write_message(writer: Writer, header: bytes, blobs: Sequence[bytes], limiter: RateLimiter) -> int:
-    """Send a packed header and blobs. Returns the bytes sent. Raises TimeoutError if the peer reads too slowly."""
+async def write_message(
+    writer: Writer, header: bytes, blobs: Sequence[bytes], limiter: RateLimiter, window: SendWindow
+) -> int:
+    """Send a packed header and blobs. Returns the bytes sent. Raises TimeoutError if the peer reads too slowly.
+
+    The caller passes the peer's acknowledgements to `window`.
+    """
     length, blob_bytes = len(header).to_bytes(4, "big"), sum(map(len, blobs))
     if len(header) <= SMALL_HEADER_BYTES:
         if not limiter.try_acquire_priority(len(header)):
             await limiter.acquire(len(header))
         writer.write(length + header)
-        bulk = blobs
     else:
         writer.write(length)
-        bulk = [header, *blobs]
-    step = LIMITED_PIECE_BYTES if limiter.bytes_s else PIECE_BYTES
-    async with _StallTimer(sum(map(len, bulk))) as timer:
-        for blob in bulk:
-            view = memoryview(blob)
-            for start in range(0, len(view), step):
-                piece = view[start : start + step]
-                await timer.pass_limit(limiter, len(piece))
-                writer.write(piece)
-                await timer.wait(writer.drain())
-        await timer.wait(writer.drain())
+        await _write_pieces(writer, [header], limiter, None)
+    await _write_pieces(writer, blobs, limiter, window if blob_bytes > PACED_BYTES else None)
     return 4 + len(header) + blob_bytes
 
 
+async def _write_pieces(
+    writer: Writer, blobs: Sequence[bytes], limiter: RateLimiter, window: SendWindow | None
+) -> None:
+    most = LIMITED_PIECE_BYTES if limiter.bytes_s else PIECE_BYTES
+    async with _StallTimer(sum(map(len, blobs))) as timer:
+        for blob in blobs:
+            view = memoryview(blob)
+            while view:
+                piece = view[: min(most, window.piece_bytes) if window else most]
+                view = view[len(piece) :]
+                await timer.pass_limit(limiter, len(piece))
+                if window:
+                    await timer.wait(window.reserve(len(piece)))
+                writer.write(piece)
+                await timer.wait(writer.drain())
+        await timer.wait(writer.drain())
+
+
+async def write_reply(
+    ends: tuple[Reader, Writer], header: bytes, blobs: Sequence[bytes], limiter: RateLimiter, window: SendWindow
+) -> int:
+    """Like `write_message`, but reads the acknowledgements, which are all that the caller still sends, and awaits them.
+
+    If the stream were closed before, the data on its way would be lost, because p2pd resets a stream if it cannot
+    deliver an acknowledgement.
+    """
+
+    async def read_acknowledgements() -> None:
+        try:
+            while True:
+                await _read_length(ends[0], window, None)
+        except (OSError, EOFError, PeerError):
+            window.close()
+
+    acknowledging = asyncio.create_task(read_acknowledgements())
+    try:
+        sent_bytes = await write_message(ends[1], header, blobs, limiter, window)
+        async with _StallTimer(window.in_flight_bytes) as timer:
+            while window.in_flight_bytes:
+                await timer.wait(window.progress())
+        return sent_bytes
+    finally:
+        acknowledging.cancel()
+        await asyncio.gather(acknowledging, return_exceptions=True)
+
+
 async def read_message(
-    reader: Reader, limit: Callable[[str], int], limiter: RateLimiter, first_s: float | None = None
+    ends: tuple[Reader, Writer],
+    limit: Callable[[str], int],
+    limiter: RateLimiter,
+    first_s: float | None = None,
+    window: SendWindow | None = None,
 ) -> tuple[str, Message, int]:
     """Receive one message. Returns verb or status, message, and bytes received. Checks each size before it is used.
 
-    `limit` maps the verb to the maximum body length. `first_s` is the timeout of the first bytes.
+    Args:
+        limit: maps the verb to the maximum body length.
+        first_s: the timeout of the first bytes.
+        window: that of the message which this end is sending on the same stream.
     """
-    async with asyncio.timeout(first_s):
-        length = int.from_bytes(await reader.readexactly(4), "big")
-    if length > MAX_HEADER_BYTES:
-        raise PeerError("a header is longer than allowed", code="bad_size")
+    reader = ends[0]
+    length = await _read_length(reader, window, first_s)
     if length <= SMALL_HEADER_BYTES:
         async with _StallTimer(length) as timer:
             packed = await timer.wait(reader.readexactly(length))
         # Headers beyond the priority share are not counted. Otherwise strangers could stop this node's bulk data.
         limiter.try_acquire_priority(length)
     else:
-        (packed,) = await _read_blobs(reader, [length], limiter)
+        (packed,) = await _read_blobs(reader, [length], limiter, None)
     verb, header, sizes = unpack_header(packed, limit)
-    blobs = await _read_blobs(reader, sizes, limiter) if sizes else []
+    acknowledger = _Acknowledger(ends[1]) if sum(sizes) > PACED_BYTES else None
+    try:
+        blobs = await _read_blobs(reader, sizes, limiter, acknowledger) if sizes else []
+    finally:
+        if acknowledger:
+            acknowledger.flush()
     return verb, Message(header, blobs), 4 + length + sum(sizes)
 
 
-async def _read_blobs(reader: Reader, sizes: Sequence[int], limiter: RateLimiter) -> list[bytes]:
+async def _read_length(reader: Reader, window: SendWindow | None, first_s: float | None) -> int:
+    """Read the length of the next header, and pass acknowledgements before it to `window`."""
+    while True:
+        async with asyncio.timeout(first_s):
+            word = await _read_word(reader)
+        if word <= MAX_HEADER_BYTES:
+            return word
+        if window is None or word < ACKNOWLEDGEMENT_BIT:
+            raise PeerError("a header is longer than allowed", code="bad_size")
+        window.acknowledge(word - ACKNOWLEDGEMENT_BIT, await _read_word(reader))
+
+
+async def _read_word(reader: Reader) -> int:
+    return int.from_bytes(await reader.readexactly(4), "big")
+
+
+class _Acknowledger:
+    """Acknowledges the bytes of one body, many at once, because each acknowledgement takes processor time."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self._loop = writer, asyncio.get_running_loop()
+        self._pending_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, size: int) -> None:
+        self._pending_bytes += size
+        self._timer = self._timer or self._loop.call_later(ACKNOWLEDGE_S, self.flush)
+
+    def flush(self) -> None:
+        """Acknowledge the bytes that are pending."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if self._pending_bytes:
+            words = ACKNOWLEDGEMENT_BIT + self._pending_bytes, milliseconds(self._loop.time())
+            self._pending_bytes = 0
+            self._writer.write(b"".join(word.to_bytes(4, "big") for word in words))
+
+
+async def _read_blobs(
+    reader: Reader, sizes: Sequence[int], limiter: RateLimiter, acknowledger: _Acknowledger | None
+) -> list[bytes]:
     """Read blobs no faster than the limit allows, which slows the sender down."""
     blobs = []
     async with _StallTimer(sum(sizes)) as timer:
@@ -144,6 +248,8 @@ async def _read_blobs(reader: Reader, sizes: Sequence[int], limiter: RateLimiter
                 pieces.append(piece)
                 left -= len(piece)
                 await timer.pass_limit(limiter, len(piece))
+                if acknowledger:
+                    acknowledger.add(len(piece))
             blobs.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
     return blobs
 

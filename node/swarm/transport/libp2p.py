@@ -38,10 +38,11 @@ from node.swarm.transport.control import ControlClient, log_task_errors
 from node.swarm.transport.dht import DAEMON_ERRORS, Dht, attach, open_directory, open_run_dht
 from node.swarm.transport.dialing import find_listener
 from node.swarm.transport.encrypted_stream import DecryptionFailed, EncryptedStream, Handshake
-from node.swarm.transport.framing import Reader, Writer, linger, read_message, write_message
+from node.swarm.transport.framing import Reader, Writer, linger, read_message, write_message, write_reply
 from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.relay import Relay, accept_circuit, open_circuit
+from node.swarm.transport.send_window import SendWindow, Way
 from node.swarm.transport.wire import (
     MALFORMED_ERRORS,
     MAX_REPLY_BYTES,
@@ -60,10 +61,10 @@ from node.swarm.transport.wire import (
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "/diloco/1"
+PROTOCOL = "/diloco/2"
 RELAY_PROTOCOL = "/diloco/relay/1"
 """Protocol of a stream from a caller to a relay: a request for a circuit."""
-RELAYED_PROTOCOL = "/diloco/relayed/1"
+RELAYED_PROTOCOL = "/diloco/relayed/2"
 """Protocol of a stream from a relay to the target of a circuit."""
 CONNECT_TIMEOUT_S = 5.0
 QUIC_TIMEOUT_S = 6.0
@@ -168,6 +169,8 @@ class Libp2pWire:
         self._half_open = HalfOpenDetector(self._clock, self._drop_soon)
         self._drops: set[asyncio.Task[None]] = set()
         self._call_limiter = CallLimiter()
+        self._ways: dict[str, Way] = {}
+        """What is known of the way to each peer."""
         self._streams: dict[asyncio.Task[Any], str] = {}
         """The task of each incoming stream, with the peer id of its caller."""
 
@@ -268,14 +271,17 @@ class Libp2pWire:
 
     async def _exchange(self, ends: tuple[Reader, Writer], call: _Call) -> Message:
         """Send the request, read the reply, and close the stream. Raises PeerError if the peer refuses."""
-        reader, writer = ends
+        writer = ends[1]
         service = self._services.get(call.verb)
         channel = service.channel if service else Channel.DHT
         # Sending runs concurrently with reading, because a peer may refuse before it has read the whole request.
-        sending = asyncio.create_task(write_message(writer, call.header, call.blobs, self.upload_limiter))
+        window = self._window(call.peer_id)
+        sending = asyncio.create_task(write_message(writer, call.header, call.blobs, self.upload_limiter, window))
         try:
             limiter = self.download_limiter
-            status, reply, size = await read_message(reader, lambda _: call.max_reply_bytes, limiter, call.first_s)
+            status, reply, size = await read_message(
+                ends, lambda _: call.max_reply_bytes, limiter, call.first_s, window
+            )
             self.traffic.received_bytes[channel] += size
             if status == "ok":
                 sent_bytes = await sending
@@ -287,6 +293,13 @@ class Libp2pWire:
         if status != "ok":
             raise PeerError(printable(reply.header.get("error"), 300) or "refused", code=printable(status, 40))
         return reply
+
+    def _window(self, peer_id: str) -> SendWindow:
+        way = self._ways.pop(peer_id, None) or Way(self._clock)
+        self._ways[peer_id] = way
+        if len(self._ways) > MOST_ADDRESSES:
+            del self._ways[next(iter(self._ways))]
+        return SendWindow(self._clock, way)
 
     # relays
 
@@ -403,7 +416,7 @@ class Libp2pWire:
             try:
                 self._check_stream_count(caller)
                 limit = self._limit_call(caller, held)
-                verb, message, size = await read_message(reader, limit, self.download_limiter, STALL_S)
+                verb, message, size = await read_message((reader, writer), limit, self.download_limiter, STALL_S)
                 service = self._services[verb]
                 channel = service.channel
                 self.traffic.received_bytes[channel] += size
@@ -414,7 +427,8 @@ class Libp2pWire:
                 logger.debug("A call of peer %s was refused: %s", caller[-6:], exc)
                 header, blobs = pack_header(exc.code, Message({"error": str(exc)})), ()
             # `+= await` would read the total before the wait, and lose the bytes that other streams add meanwhile.
-            sent_bytes = await write_message(writer, header, blobs, self.upload_limiter)
+            window = self._window(caller)
+            sent_bytes = await write_reply((reader, writer), header, blobs, self.upload_limiter, window)
             self.traffic.sent_bytes[channel] += sent_bytes
         await linger(reader)
 
