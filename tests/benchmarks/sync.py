@@ -22,13 +22,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from node.diloco.forecast import round_bytes, transfer_seconds, utilization
 from node.errors import MachineError
-from tests.benchmarks.figures import RESULTS
+from tests.benchmarks.figures import RESULTS, commit
 from tests.benchmarks.processes import Helper, end_all_on_sigterm
 from tests.homes.home import Home
 from tests.homes.world import AttachedHome, World, why_not
@@ -107,6 +107,8 @@ class Found:
     peak_mb: float
     """Peak resident memory of a worker in these rounds in MB, mean over the nodes."""
     agree: bool
+    commit: str = ""
+    """The commit that was measured."""
 
 
 def parse(text: str) -> Cell:
@@ -304,8 +306,13 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def table(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """All measurements as Markdown."""
-    return [*HEAD.split("\n"), *(row(parse(text), Found(**one)) for text, one in kept.items())]
+    """All measurements as Markdown, and the commit of each."""
+    cells: dict[str, list[str]] = {}
+    for text, one in kept.items():
+        cells.setdefault(one["commit"], []).append(text)
+    measured = "; ".join(f"{number}: {', '.join(texts)}" for number, texts in cells.items())
+    rows = [row(parse(text), Found(**one)) for text, one in kept.items()]
+    return [*HEAD.split("\n"), *rows, "", f"Measured at commit {measured}."]
 
 
 def main() -> int:
@@ -324,7 +331,7 @@ def main() -> int:
         cell = parse(text)
         if str(cell) not in kept:
             measured = (hivemind if cell.mode == "hivemind" else ours)(cell, options.rounds)
-            kept[str(cell)] = asdict(measured)
+            kept[str(cell)] = asdict(replace(measured, commit=commit()))
             CELLS.parent.mkdir(parents=True, exist_ok=True)
             CELLS.write_text(json.dumps(kept, indent=1))
         print(row(cell, Found(**kept[str(cell)])), flush=True)
