@@ -44,10 +44,14 @@ TRIAL_S = 10.0
 TRIAL_RUNS_MAX = 5
 TRIAL_FLOPS = 3e11
 """Upper bound of one trial step on a CPU: a few seconds on two cores."""
+MIN_TRIAL_LENGTH = 64
+"""A trial step on a CPU has at least so many tokens."""
 TRIAL_ELEMENTS = 1 << 24
 """Upper bound of the parameters copied and encoded in the trial."""
 FEW_ROUNDS, HIGH_MOMENTUM = 50, 0.5
 """In a run of fewer rounds, an outer momentum above this one still adds up early rounds when the run ends."""
+LONG_ROUND_S = 12 * 3600.0
+"""A machine that is lent for a night does not complete a longer round."""
 STA_UNSYNC = 0x40
 
 
@@ -116,6 +120,7 @@ def run_checks(setup: NodeSetup) -> Iterator[Finding]:
         if any(finding.verdict == "warn" for finding in resources):
             yield Finding("warn", "device", "Not measured, because the node needs its memory: pause it first.")
             return
+        yield Finding("ok", "device", f"Computing a few inner steps on {device.name}, which may take a minute.")
         step_s, stall_s = _measure(run, device, config.devices)
     except MachineError as exc:
         yield Finding("fault", "device", str(exc))
@@ -297,11 +302,13 @@ def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> t
     prepare_layers(model, devices)
     parameters = sum(p.numel() for p in model.parameters())
     if device.device.type == "cpu":
-        rows = max(1, min(rows, int(TRIAL_FLOPS / (6 * parameters * length))))
+        tokens = TRIAL_FLOPS / (6 * parameters)
+        length = max(min(MIN_TRIAL_LENGTH, length), min(length, int(tokens)))
+        rows = max(1, min(rows, int(tokens / length)))
     inner = InnerLoop(model, run.inner, device.device, choose_execution(model, run, device, devices))
     batch = torch.randint(run.model.vocab_size, (rows, length + 1))
     inner.step(batch, run.inner.lr)
-    step_s = _median_s(lambda: inner.step(batch, run.inner.lr)) * run.inner.batch_size / rows
+    step_s = _median_s(lambda: inner.step(batch, run.inner.lr)) * run.tokens_per_inner_step / (rows * length)
     # Copy and encode a part of the parameters, and scale the time to all of them.
     ranges = ((0, min(parameters, TRIAL_ELEMENTS)),)
     sent = take_flat(model, ranges)
@@ -330,12 +337,7 @@ def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -
     run, limits = setup.run, setup.config.limits
     payload = payload_bytes(run.sync, parameters)
     size_bytes, inner_s = round_bytes(payload, setup.members), run.round.inner_steps * step_s
-    yield Finding(
-        "ok",
-        "rounds",
-        f"{run.sync.mode}, {run.sync.codec}, {setup.members} members: {size_bytes / 1e6:.1f} MB each way for "
-        f"{run.round.inner_steps} inner steps of {inner_s:.0f} s in all.",
-    )
+    yield _check_length(setup, size_bytes, inner_s)
     set_limits = [rate for rate in (limits.upload_mbit_s, limits.download_mbit_s) if rate > 0]
     yield _check_link(run, payload, step_s, stall_s, min(set_limits, default=math.inf))
     for mbit_s in (min(set_limits),) if set_limits else LINKS_MBIT_S:
@@ -343,6 +345,23 @@ def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -
         busy = utilization(inner_s, transfer_s, overlapped=run.sync.mode != "blocking", stall_s=stall_s)
         text = f"{busy:.1%} busy at {mbit_s:g} Mbit/s (transfers of {_two_digits(transfer_s)} s)."
         yield Finding("ok", "forecast", text)
+
+
+def _check_length(setup: NodeSetup, size_bytes: float, inner_s: float) -> Finding:
+    """Say what a round costs, and whether this machine takes too long for the inner steps of one round.
+
+    In a round of fixed length, a slow member makes fewer steps, so only the founder's speed counts.
+    """
+    run = setup.run
+    length = f"{inner_s:.0f} s" if inner_s < 3600 else f"{_two_digits(inner_s / 3600)} hours"
+    text = (
+        f"{run.sync.mode}, {run.sync.codec}, {setup.members} members: {size_bytes / 1e6:.1f} MB each way for "
+        f"{run.round.inner_steps} inner steps of {length} in all"
+    )
+    if inner_s > LONG_ROUND_S and (run.round.policy == "steps" or setup.manifest is None):
+        remedy = "choose a smaller model, fewer inner steps or a faster device"
+        return Finding("warn", "rounds", f"{text}, which is too long for a machine that is lent for a night: {remedy}.")
+    return Finding("ok", "rounds", f"{text}.")
 
 
 def _check_link(run: RunConfig, payload: float, step_s: float, stall_s: float, limit_mbit_s: float) -> Finding:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from node.cli import main
 from node.commands import doctor as doctor_module
-from node.commands.doctor import NodeSetup, _check_ports, _two_digits
+from node.commands.doctor import MIN_TRIAL_LENGTH, NodeSetup, _check_ports, _two_digits
 from node.config.schema import Config
+from node.errors import MachineError
 from node.host import memory
 from node.host.cgroup import MemoryLimit
 from node.host.ports import LISTEN_PORT_FILE, PortFile
@@ -74,6 +76,44 @@ def test_doctor_warns_of_a_high_outer_momentum_in_a_run_of_few_rounds(doctor: Do
     for flags in ((*few, "--run.outer.momentum", "0.5"), ("--run.outer.momentum", "0.9", "--members", "4")):
         (line,) = lines_with(doctor(*flags)[1], "The whole run")
         assert line.startswith("ok"), line
+
+
+def test_doctor_warns_of_rounds_that_take_longer_than_a_night(monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:
+    monkeypatch.setattr(doctor_module, "_measure", lambda *_: (1800.0, 1.0))
+    code, lines = doctor("--run.round.inner_steps", "100")
+    (line,) = lines_with(lines, "inner steps of")
+    assert code == 0 and line.startswith("warn") and "50 hours" in line and "smaller model" in line
+    (line,) = lines_with(doctor("--run.round.inner_steps", "1")[1], "inner steps of")
+    assert line.startswith("ok") and "1800 s" in line
+
+
+def test_doctor_says_that_it_measures_before_it_does(monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:
+    def fail(*_: object) -> tuple[float, float]:
+        raise MachineError("stopped here")
+
+    monkeypatch.setattr(doctor_module, "_measure", fail)
+    lines = doctor()[1]
+    assert (
+        "may take a minute" in lines_with(lines, " device ")[0] and "stopped here" in lines_with(lines, " device ")[1]
+    )
+
+
+def test_trial_of_a_large_model_on_a_cpu_has_few_tokens_and_its_time_is_scaled(
+    monkeypatch: pytest.MonkeyPatch, doctor: Doctor
+) -> None:
+    shapes = []
+    randint = torch.randint
+
+    def recording(high: int, shape: tuple[int, int]) -> torch.Tensor:
+        shapes.append(shape)
+        return randint(high, shape)
+
+    monkeypatch.setattr(doctor_module.torch, "randint", recording)
+    monkeypatch.setattr(doctor_module, "_median_s", lambda _work: 1.0)
+    monkeypatch.setattr(doctor_module, "TRIAL_FLOPS", 1e3)
+    _, lines = doctor("--run.inner.sequence_length", "1024", "--run.inner.batch_size", "8")
+    assert shapes[-1] == (1, MIN_TRIAL_LENGTH + 1), lines
+    assert lines_with(lines, f"{8 * 1024 // MIN_TRIAL_LENGTH} s an inner step"), lines
 
 
 def test_doctor_forecasts_utilization_for_usual_links_if_no_limit_is_set(doctor: Doctor) -> None:
