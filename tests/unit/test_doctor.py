@@ -92,10 +92,8 @@ def test_doctor_says_that_it_measures_before_it_does(monkeypatch: pytest.MonkeyP
         raise MachineError("stopped here")
 
     monkeypatch.setattr(doctor_module, "_measure", fail)
-    lines = doctor()[1]
-    assert (
-        "may take a minute" in lines_with(lines, " device ")[0] and "stopped here" in lines_with(lines, " device ")[1]
-    )
+    first, second = lines_with(doctor()[1], " device ")
+    assert "may take a minute" in first and "stopped here" in second
 
 
 def test_trial_of_a_large_model_on_a_cpu_has_few_tokens_and_its_time_is_scaled(
@@ -108,7 +106,7 @@ def test_trial_of_a_large_model_on_a_cpu_has_few_tokens_and_its_time_is_scaled(
         shapes.append(shape)
         return randint(high, shape)
 
-    monkeypatch.setattr(doctor_module.torch, "randint", recording)
+    monkeypatch.setattr(torch, "randint", recording)
     monkeypatch.setattr(doctor_module, "_median_s", lambda _work: 1.0)
     monkeypatch.setattr(doctor_module, "TRIAL_FLOPS", 1e3)
     _, lines = doctor("--run.inner.sequence_length", "1024", "--run.inner.batch_size", "8")
