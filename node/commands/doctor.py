@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from node.commands.terminal import short_duration
 from node.config.loader import DEFAULT
 from node.config.manifest import Invite, Manifest, RunConfig
 from node.config.schema import Config, DevicesConfig
@@ -51,7 +52,7 @@ TRIAL_ELEMENTS = 1 << 24
 FEW_ROUNDS, HIGH_MOMENTUM = 50, 0.5
 """In a run of fewer rounds, an outer momentum above this one still adds up early rounds when the run ends."""
 LONG_ROUND_S = 12 * 3600.0
-"""A machine that is lent for a night does not complete a longer round."""
+"""A machine that is lent for one night cannot complete a longer round."""
 STA_UNSYNC = 0x40
 
 
@@ -303,7 +304,7 @@ def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> t
     parameters = sum(p.numel() for p in model.parameters())
     if device.device.type == "cpu":
         tokens = TRIAL_FLOPS / (6 * parameters)
-        length = max(min(MIN_TRIAL_LENGTH, length), min(length, int(tokens)))
+        length = min(length, max(MIN_TRIAL_LENGTH, int(tokens)))
         rows = max(1, min(rows, int(tokens / length)))
     inner = InnerLoop(model, run.inner, device.device, choose_execution(model, run, device, devices))
     batch = torch.randint(run.model.vocab_size, (rows, length + 1))
@@ -337,7 +338,7 @@ def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -
     run, limits = setup.run, setup.config.limits
     payload = payload_bytes(run.sync, parameters)
     size_bytes, inner_s = round_bytes(payload, setup.members), run.round.inner_steps * step_s
-    yield _check_length(setup, size_bytes, inner_s)
+    yield _check_round_length(setup, size_bytes, inner_s)
     set_limits = [rate for rate in (limits.upload_mbit_s, limits.download_mbit_s) if rate > 0]
     yield _check_link(run, payload, step_s, stall_s, min(set_limits, default=math.inf))
     for mbit_s in (min(set_limits),) if set_limits else LINKS_MBIT_S:
@@ -347,16 +348,15 @@ def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -
         yield Finding("ok", "forecast", text)
 
 
-def _check_length(setup: NodeSetup, size_bytes: float, inner_s: float) -> Finding:
+def _check_round_length(setup: NodeSetup, size_bytes: float, inner_s: float) -> Finding:
     """Say what a round costs, and whether this machine takes too long for the inner steps of one round.
 
     In a round of fixed length, a slow member makes fewer steps, so only the founder's speed counts.
     """
     run = setup.run
-    length = f"{inner_s:.0f} s" if inner_s < 3600 else f"{_two_digits(inner_s / 3600)} hours"
     text = (
         f"{run.sync.mode}, {run.sync.codec}, {setup.members} members: {size_bytes / 1e6:.1f} MB each way for "
-        f"{run.round.inner_steps} inner steps of {length} in all"
+        f"{run.round.inner_steps} inner steps of {short_duration(inner_s)} in all"
     )
     if inner_s > LONG_ROUND_S and (run.round.policy == "steps" or setup.manifest is None):
         remedy = "choose a smaller model, fewer inner steps or a faster device"

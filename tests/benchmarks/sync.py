@@ -307,11 +307,12 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 def table(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """All measurements as Markdown, and the commit of each."""
-    cells: dict[str, list[str]] = {}
-    for text, one in kept.items():
-        cells.setdefault(one["commit"], []).append(text)
-    measured = "; ".join(f"{number}: {', '.join(texts)}" for number, texts in cells.items())
-    rows = [row(parse(text), Found(**one)) for text, one in kept.items()]
+    found = {text: Found(**one) for text, one in kept.items()}
+    texts_by_commit: dict[str, list[str]] = {}
+    for text, one in found.items():
+        texts_by_commit.setdefault(one.commit, []).append(text)
+    measured = "; ".join(f"{number}: {', '.join(texts)}" for number, texts in texts_by_commit.items())
+    rows = [row(parse(text), one) for text, one in found.items()]
     return [*HEAD.split("\n"), *rows, "", f"Measured at commit {measured}."]
 
 

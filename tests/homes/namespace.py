@@ -25,8 +25,8 @@ NETLINK_NETFILTER = 12
 CONNTRACK_DELETE = (1 << 8) | 2
 """Netlink message IPCTNL_MSG_CT_DELETE of subsystem ctnetlink (linux/netfilter/nfnetlink_conntrack.h)."""
 CONGESTION_CONTROL = "reno"
-"""Volunteers' systems have CUBIC, which namespaces may not have where the host has another default. On home lines, it
-behaves like Reno (RFC 9438, section 4.3), which each namespace may have."""
+"""Linux and Windows use CUBIC by default, but a namespace can choose it only if the host allows that. Every
+namespace can choose Reno, and CUBIC behaves like Reno on home lines (RFC 9438, section 4.3)."""
 REQUEST_AND_ACKNOWLEDGE = 0x1 | 0x4
 NETLINK_HEADER = struct.Struct("=IHHII")
 _number = count()

@@ -86,7 +86,7 @@ FULL_LINE_ROUNDS = 3
 
 @pytest.mark.timeout(1200)
 def test_members_hear_each_other_while_their_lines_are_full(swarm: Swarm) -> None:
-    """Each transfer of 8 MB fills the lines for longer than a silent member counts as live. No attempt fails."""
+    """Contributions, and then results, fill all lines for longer than `dead_s`. No attempt fails."""
     pace = Pace(inner_steps=50)
     flags = ("--run.sync.mode=blocking", "--run.sync.codec=fp16", "--run.model.hidden_size=448")
     with world([Home("public", lines=None)] * 4) as homes:

@@ -82,9 +82,9 @@ def test_doctor_warns_of_rounds_that_take_longer_than_a_night(monkeypatch: pytes
     monkeypatch.setattr(doctor_module, "_measure", lambda *_: (1800.0, 1.0))
     code, lines = doctor("--run.round.inner_steps", "100")
     (line,) = lines_with(lines, "inner steps of")
-    assert code == 0 and line.startswith("warn") and "50 hours" in line and "smaller model" in line
+    assert code == 0 and line.startswith("warn") and "50 h 00 min" in line and "smaller model" in line
     (line,) = lines_with(doctor("--run.round.inner_steps", "1")[1], "inner steps of")
-    assert line.startswith("ok") and "1800 s" in line
+    assert line.startswith("ok") and "30 min 00 s" in line
 
 
 def test_doctor_says_that_it_measures_before_it_does(monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:

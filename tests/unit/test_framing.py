@@ -10,7 +10,7 @@ import pytest
 from node.errors import PeerError
 from node.swarm.transport import framing as streams
 from node.swarm.transport.rate_limiter import RateLimiter
-from node.swarm.transport.send_window import SendWindow, Way
+from node.swarm.transport.send_window import PathHistory, SendWindow
 from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, pack_header
 
 
@@ -114,7 +114,7 @@ def test_message_with_a_header_of_any_length_arrives(text_bytes: int) -> None:
     async def pass_on() -> None:
         clock = asyncio.get_running_loop().time
         message, writer, reader = Message({"text": "x" * text_bytes}, [b"blob"]), Memory(), asyncio.StreamReader()
-        window = SendWindow(clock, Way(clock))
+        window = SendWindow(clock, PathHistory(clock))
         header, limiter = pack_header("verb", message), RateLimiter(clock, 8.0)
         size = await streams.write_message(writer, header, message.blobs, limiter, window)
         reader.feed_data(bytes(writer.data))

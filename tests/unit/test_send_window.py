@@ -16,8 +16,8 @@ from node.swarm.transport.send_window import (
     MAX_WINDOW_BYTES,
     MIN_WINDOW_BYTES,
     TARGET_S,
+    PathHistory,
     SendWindow,
-    Way,
     milliseconds,
 )
 from node.swarm.transport.wire import Message, pack_header
@@ -26,7 +26,7 @@ from tests.simulation.virtual_loop import VirtualLoop
 T = TypeVar("T")
 BUFFER_BYTES = 4 * 2**20
 """Linux's largest send buffer of a connection (net.ipv4.tcp_wmem)."""
-WAY_S = 0.02
+PROPAGATION_S = 0.02
 
 
 def on_virtual_time(main: Coroutine[Any, Any, T]) -> T:
@@ -35,13 +35,13 @@ def on_virtual_time(main: Coroutine[Any, Any, T]) -> T:
 
 
 class Line:
-    """One direction of a line: a queue that is sent at a rate, then the way to the other end."""
+    """One direction of a line: a queue that is sent at a rate, then the propagation to the other end."""
 
     def __init__(self, mbit_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self.bytes_s = mbit_s * 1e6 / 8
         self.free_at_s = 0.0
-        self.way = Way(self._loop.time)
+        self.path = PathHistory(self._loop.time)
         self._turn = asyncio.Lock()
 
     @property
@@ -50,7 +50,7 @@ class Line:
 
     def pass_on(self, size: int, deliver: Callable[[], object]) -> None:
         self.free_at_s = max(self.free_at_s, self._loop.time()) + size / self.bytes_s
-        self._loop.call_at(self.free_at_s + WAY_S, deliver)
+        self._loop.call_at(self.free_at_s + PROPAGATION_S, deliver)
 
     async def until_room(self) -> None:
         async with self._turn:  # Streams take turns.
@@ -83,13 +83,13 @@ async def call(there: Line, back: Line, body: bytes, answer: bytes) -> tuple[byt
     async def serve() -> bytes:
         ends = request.reader, reply
         _, message, _ = await framing.read_message(ends, lambda _: 2**40, limiter)
-        window = SendWindow(clock, back.way)
+        window = SendWindow(clock, back.path)
         await framing.write_reply(ends, pack_header("ok", Message(blobs=[answer])), [answer], limiter, window)
         assert window.in_flight_bytes == 0, "all has arrived when the server closes its stream"
         return bytes(message.blobs[0])
 
     serving = asyncio.create_task(serve())
-    window, header = SendWindow(clock, there.way), pack_header("verb", Message(blobs=[body]))
+    window, header = SendWindow(clock, there.path), pack_header("verb", Message(blobs=[body]))
     sending = asyncio.create_task(framing.write_message(request, header, [body], limiter, window))
     _, message, _ = await framing.read_message((reply.reader, request), lambda _: 2**40, limiter, None, window)
     await sending
@@ -131,7 +131,7 @@ def test_small_calls_pass_and_both_directions_stay_full_during_bulk_transfers(mb
 
 
 def test_small_calls_pass_while_one_body_after_another_starts_on_a_full_line() -> None:
-    """A window that took the wait at its start for a part of the way would add its own wait to that of the others."""
+    """A window that took the queuing delay at its start for the base delay would add its own to that of the others."""
 
     async def fetch() -> float:
         there, back = Line(10.0), Line(10.0)
@@ -149,8 +149,8 @@ def test_small_calls_pass_while_one_body_after_another_starts_on_a_full_line() -
     assert on_virtual_time(fetch()) < 3 * TARGET_S
 
 
-def test_one_direction_stays_full_while_the_other_is_full_of_unpaced_data() -> None:
-    """The acknowledgements wait for 1 s behind data of the receiver. That wait does not count."""
+def test_one_direction_stays_full_while_the_other_is_full_of_other_data() -> None:
+    """The acknowledgements wait for 1 s behind data of the receiver. That delay does not count."""
 
     async def one() -> float:
         clock, there, back = asyncio.get_running_loop().time, Line(10.0), Line(10.0)
@@ -185,7 +185,7 @@ def test_reply_fails_if_the_caller_closes_its_stream() -> None:
         asyncio.get_running_loop().call_later(0.5, request.close)
         ends, header, limiter = (request.reader, reply), pack_header("ok", Message(blobs=[answer])), RateLimiter(clock)
         with pytest.raises(ConnectionResetError, match="has closed the stream"):
-            await framing.write_reply(ends, header, [answer], limiter, SendWindow(clock, Way(clock)))
+            await framing.write_reply(ends, header, [answer], limiter, SendWindow(clock, PathHistory(clock)))
         assert clock() < 1.0
 
     on_virtual_time(run())
@@ -195,7 +195,7 @@ def test_reply_fails_if_the_caller_closes_its_stream() -> None:
 def test_acknowledgement_of_bytes_that_were_not_sent_is_refused(size: int) -> None:
     async def run() -> None:
         clock = asyncio.get_running_loop().time
-        window = SendWindow(clock, Way(clock))
+        window = SendWindow(clock, PathHistory(clock))
         await window.reserve(100_000)
         with pytest.raises(PeerError, match="that were not sent"):
             window.acknowledge(size, 0)
@@ -219,7 +219,7 @@ def test_window_keeps_its_bounds_whatever_the_receiver_says_of_its_clock() -> No
 
     async def run() -> None:
         nonlocal now_s
-        window = SendWindow(lambda: now_s, Way(lambda: now_s))
+        window = SendWindow(lambda: now_s, PathHistory(lambda: now_s))
         for number in range(200):
             size = int(window.size_bytes) // 4
             await window.reserve(size)

@@ -94,10 +94,8 @@ def test_same_version_is_the_newest(tmp_path: Path) -> None:
 
 
 def test_release_of_another_protocol_says_what_that_means(tmp_path: Path) -> None:
-    found = check(source(tmp_path, release(protocol=PROTOCOL_VERSION + 1)), "0.1.0", NOW)
-    assert f"It speaks protocol {PROTOCOL_VERSION + 1}, and this program speaks protocol {PROTOCOL_VERSION}" in str(
-        found
-    )
+    found = str(check(source(tmp_path, release(protocol=PROTOCOL_VERSION + 1)), "0.1.0", NOW))
+    assert f"It speaks protocol {PROTOCOL_VERSION + 1}, and this program speaks protocol {PROTOCOL_VERSION}" in found
 
 
 def test_old_release_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 A stream carries words of four bytes, big endian, and what they announce. A word below 2**31 is the length of a header,
 and the header and its blobs follow. A word from 2**31 on acknowledges `word - 2**31` bytes of the blobs that the other
 end is sending, and is followed by the time of the receipt (`send_window.milliseconds`). The receiver of more than
-PACED_BYTES acknowledges all of them, and the sender keeps to a `SendWindow`.
+WINDOWED_BYTES acknowledges all of them, and the sender keeps to a `SendWindow`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SMALL_HEADER_BYTES = 64 * 1024
 MIN_BYTES_S = PIECE_BYTES / STALL_S
 """A peer that transfers a whole message more slowly than this counts as hung."""
 LINGER_S = 1.0
-PACED_BYTES = MIN_WINDOW_BYTES
-"""Shorter bodies need no window."""
+WINDOWED_BYTES = MIN_WINDOW_BYTES
+"""Longer bodies are sent with a window."""
 ACKNOWLEDGE_S = 0.02
 """Time for which received bytes are collected before they are acknowledged."""
 ACKNOWLEDGEMENT_BIT = 2**31
@@ -110,7 +110,7 @@ async def write_message(
     else:
         writer.write(length)
         await _write_pieces(writer, [header], limiter, None)
-    await _write_pieces(writer, blobs, limiter, window if blob_bytes > PACED_BYTES else None)
+    await _write_pieces(writer, blobs, limiter, window if blob_bytes > WINDOWED_BYTES else None)
     return 4 + len(header) + blob_bytes
 
 
@@ -137,16 +137,14 @@ async def write_reply(
 ) -> int:
     """Like `write_message`, but reads the acknowledgements, which are all that the caller still sends, and awaits them.
 
-    If the stream were closed before, the data on its way would be lost, because p2pd resets a stream if it cannot
+    If the stream were closed before, the data in flight would be lost, because p2pd resets a stream if it cannot
     deliver an acknowledgement.
     """
 
     async def read_acknowledgements() -> None:
-        try:
-            while True:
-                await _read_length(ends[0], window, None)
-        except (OSError, EOFError, PeerError):
-            window.close()
+        with suppress(OSError, EOFError, PeerError):
+            await _read_length(ends[0], window, None)
+        window.close()  # The caller has closed the stream, or sends anything else.
 
     acknowledging = asyncio.create_task(read_acknowledgements())
     try:
@@ -184,7 +182,7 @@ async def read_message(
     else:
         (packed,) = await _read_blobs(reader, [length], limiter, None)
     verb, header, sizes = unpack_header(packed, limit)
-    acknowledger = _Acknowledger(ends[1]) if sum(sizes) > PACED_BYTES else None
+    acknowledger = _Acknowledger(ends[1]) if sum(sizes) > WINDOWED_BYTES else None
     try:
         blobs = await _read_blobs(reader, sizes, limiter, acknowledger) if sizes else []
     finally:

@@ -42,7 +42,7 @@ from node.swarm.transport.framing import Reader, Writer, linger, read_message, w
 from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.relay import Relay, accept_circuit, open_circuit
-from node.swarm.transport.send_window import SendWindow, Way
+from node.swarm.transport.send_window import PathHistory, SendWindow
 from node.swarm.transport.wire import (
     MALFORMED_ERRORS,
     MAX_REPLY_BYTES,
@@ -169,8 +169,7 @@ class Libp2pWire:
         self._half_open = HalfOpenDetector(self._clock, self._drop_soon)
         self._drops: set[asyncio.Task[None]] = set()
         self._call_limiter = CallLimiter()
-        self._ways: dict[str, Way] = {}
-        """What is known of the way to each peer."""
+        self._paths: dict[str, PathHistory] = {}
         self._streams: dict[asyncio.Task[Any], str] = {}
         """The task of each incoming stream, with the peer id of its caller."""
 
@@ -295,11 +294,12 @@ class Libp2pWire:
         return reply
 
     def _window(self, peer_id: str) -> SendWindow:
-        way = self._ways.pop(peer_id, None) or Way(self._clock)
-        self._ways[peer_id] = way
-        if len(self._ways) > MOST_ADDRESSES:
-            del self._ways[next(iter(self._ways))]
-        return SendWindow(self._clock, way)
+        """A window for one body to this peer."""
+        path = self._paths.pop(peer_id, None) or PathHistory(self._clock)
+        self._paths[peer_id] = path
+        if len(self._paths) > MOST_ADDRESSES:
+            del self._paths[next(iter(self._paths))]
+        return SendWindow(self._clock, path)
 
     # relays
 
