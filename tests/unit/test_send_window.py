@@ -132,7 +132,7 @@ def test_small_calls_pass_and_both_directions_stay_full_during_bulk_transfers(mb
 
 
 def test_bodies_that_start_on_a_full_line_do_not_add_to_the_queuing_delay() -> None:
-    """With a base delay of its own, each body would count the delay at its start as a part of it: the median is 0.95 s."""
+    """With a base delay of its own, each body would take the delay at its start for it, and the median is 0.95 s."""
 
     async def fetch() -> list[float]:
         there, back = Line(10.0), Line(10.0)
