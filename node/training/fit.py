@@ -14,8 +14,10 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,7 +95,7 @@ def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Req
     waiting = 2 * (OUTER_BYTES + more_moments) * parameters if config.publish.to or config.evaluate.tasks else 0.0
     return Requirements(
         device_bytes=(DEVICE_BYTES + half) * parameters,
-        row_bytes=row_bytes(run, config.devices, precision),
+        row_bytes=pass_bytes(run, config.devices, precision),
         host_bytes=(HOST_BYTES + RESIDUALS * residual + 2 * more_moments) * parameters
         + (run.evaluation.batches + BATCHES) * batch_bytes
         + BASE_BYTES,
@@ -104,11 +106,12 @@ def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Req
     )
 
 
-def row_bytes(run: RunConfig, devices: DevicesConfig, precision: str) -> float:
-    """Estimate the bytes of activations of one sequence that autograd keeps for the backward pass.
+def pass_bytes(run: RunConfig, devices: DevicesConfig, precision: str, rows: int = 1) -> float:
+    """Estimate the bytes of activations that autograd keeps for the backward pass of `rows` sequences.
 
     For each token, a layer keeps its inputs in fp32. In the precision of the products, it keeps the outputs of the
-    norms, the inputs and outputs of attention, and four vectors of the feed-forward layer's width.
+    norms, the inputs and outputs of attention, and four vectors of the feed-forward layer's width. The logits of a
+    chunked loss are in memory for LOSS_TOKENS at a time, however many sequences there are.
     """
     model, tokens = run.model, run.inner.sequence_length
     heads, kv = model.num_attention_heads * model.head_width, model.num_key_value_heads * model.head_width
@@ -118,10 +121,10 @@ def row_bytes(run: RunConfig, devices: DevicesConfig, precision: str) -> float:
         kept = 4 * model.hidden_size * model.num_hidden_layers + layer
     else:
         kept = layer * model.num_hidden_layers
-    logits = float(LOGIT_BYTES * model.vocab_size)
-    if _is_chunked(run, devices, 1):
-        logits = logits * min(1.0, LOSS_TOKENS / tokens)
-    return float(tokens * (kept + logits))
+    logits = rows * tokens
+    if _is_chunked(run, devices, rows):
+        logits = min(logits, LOSS_TOKENS)
+    return float(rows * tokens * kept + logits * LOGIT_BYTES * model.vocab_size)
 
 
 def _is_chunked(run: RunConfig, devices: DevicesConfig, rows: int) -> bool:
@@ -182,44 +185,66 @@ def _existing_parent(folder: Path) -> Path:
 
 
 def choose_execution(model: nn.Module, run: RunConfig, chosen: ComputeDevice, devices: DevicesConfig) -> Execution:
-    """Choose how to compute the steps of a model that `prepare_layers` has prepared. Moves it to the GPU, if any."""
+    """Choose how to compute the steps of a model that `prepare_layers` has prepared. Moves it to the GPU, if any.
+
+    The layers are not compiled for the sizes that are tried. The first size that they meet is the one that they are
+    compiled for. For a second size, torch compiles slower kernels that take any size.
+    """
     batch_size = -(-run.inner.batch_size // devices.ranks)
-    how = Execution(chosen.precision, batch_size, _is_chunked(run, devices, 1))
-    if devices.micro_batch:
-        rows = min(devices.micro_batch, batch_size)
-    elif devices.sharding == "fsdp" and devices.ranks > 1:
-        rows = 1  # To try more rows, all ranks would be needed.
-    elif free_device_bytes(chosen.device, 0) is not None:
-        rows = _find_micro_batch(model, run, chosen.device, how)
-    else:
-        room = CPU_RATIO / devices.ranks * available_memory_bytes() / row_bytes(run, devices, chosen.precision)
-        row_s = _measure_pass_s(InnerLoop(model, run.inner, chosen.device, how), _random_batch(run, 1), chosen.device)
-        if row_s > MOST_ROW_S:
-            raise MachineError(
-                f"One sequence of this run takes {row_s:.0f} s on this machine, more than the {MOST_ROW_S:.0f} s that "
-                "are possible: join a run with a smaller model, or end what else uses the processor.",
-                code="too_slow",
-            )
-        room = min(room, MOST_PASS_S / row_s)
-        rows = batch_size if room >= batch_size else 1 << max(0, int(room).bit_length() - 1)
+    not_compiled: AbstractContextManager[Any] = nullcontext()
+    if devices.compile:
+        not_compiled = torch.compiler.set_stance("force_eager")
+    with not_compiled:
+        if devices.micro_batch:
+            rows = min(devices.micro_batch, batch_size)
+        elif devices.sharding == "fsdp" and devices.ranks > 1:
+            rows = 1  # To try more rows, all ranks would be needed.
+        elif free_device_bytes(chosen.device, 0) is not None:
+            rows = _find_micro_batch(model, run, chosen, devices, batch_size)
+        else:
+            rows = _cpu_micro_batch(model, run, chosen, devices, batch_size)
     logger.info("Each pass computes %d of the %d sequences of a step, in %s.", rows, batch_size, chosen.precision)
-    return replace(how, micro_batch=rows, chunked_loss=_is_chunked(run, devices, rows))
+    return _execution(run, chosen, devices, rows)
 
 
-def _find_micro_batch(model: nn.Module, run: RunConfig, device: torch.device, how: Execution) -> int:
-    """Find the smallest micro-batch that is about as fast as any that fits into the GPU's memory."""
-    inner = InnerLoop(model, run.inner, device, how)
-    best, best_s, rows, reserve = 0, float("inf"), 1, None
+def _execution(run: RunConfig, chosen: ComputeDevice, devices: DevicesConfig, rows: int) -> Execution:
+    return Execution(chosen.precision, rows, _is_chunked(run, devices, rows))
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length())]
+
+
+def _cpu_micro_batch(model: nn.Module, run: RunConfig, chosen: ComputeDevice, devices: DevicesConfig, most: int) -> int:
+    """Find the largest micro-batch, up to `most`, that is small enough for the memory and the heartbeats."""
+    row_s = _measure_row_s(model, run, chosen, _execution(run, chosen, devices, 1))
+    if row_s > MOST_ROW_S:
+        raise MachineError(
+            f"One sequence of this run takes {row_s:.0f} s on this machine, more than the {MOST_ROW_S:.0f} s that "
+            "are possible: join a run with a smaller model, or end what else uses the processor.",
+            code="too_slow",
+        )
+    room_bytes = CPU_RATIO / devices.ranks * available_memory_bytes()
+    for rows in (most, *reversed(_powers_of_two(most))):
+        if pass_bytes(run, devices, chosen.precision, rows) <= room_bytes and rows * row_s <= MOST_PASS_S:
+            return rows
+    return 1
+
+
+def _find_micro_batch(
+    model: nn.Module, run: RunConfig, chosen: ComputeDevice, devices: DevicesConfig, most: int
+) -> int:
+    """Find the smallest micro-batch, up to `most`, that is about as fast as any that fits into the GPU's memory."""
+    device, best, best_s, reserve = chosen.device, 0, float("inf"), None
     try:
         # Reserve the memory that the optimizer and the sent copy will need.
         parameters = sum(p.numel() for p in model.parameters())
         reserve = torch.empty((DEVICE_BYTES - 8) * parameters, dtype=torch.uint8, device=device)
-        while rows <= how.micro_batch:
-            batch = _random_batch(run, rows)
-            row_s = _measure_pass_s(inner, batch, device) / rows
+        for rows in _powers_of_two(most):
+            row_s = _measure_row_s(model, run, chosen, _execution(run, chosen, devices, rows))
             if row_s * WORTH_RATIO > best_s:
                 break
-            best, best_s, rows = rows, row_s, 2 * rows
+            best, best_s = rows, row_s
     except torch.OutOfMemoryError:
         pass  # The best size so far is the result.
     del reserve
@@ -234,19 +259,17 @@ def _find_micro_batch(model: nn.Module, run: RunConfig, device: torch.device, ho
     return best
 
 
-def _random_batch(run: RunConfig, rows: int) -> torch.Tensor:
-    """Random tokens, int64 cpu [rows, T + 1]."""
-    return torch.randint(run.model.vocab_size, (rows, run.inner.sequence_length + 1))
-
-
-def _measure_pass_s(inner: InnerLoop, batch: torch.Tensor, device: torch.device) -> float:
+def _measure_row_s(model: nn.Module, run: RunConfig, chosen: ComputeDevice, how: Execution) -> float:
+    """Measure the seconds per sequence of a pass of a micro-batch of random tokens."""
+    inner = InnerLoop(model, run.inner, chosen.device, how)
+    batch = torch.randint(run.model.vocab_size, (how.micro_batch, run.inner.sequence_length + 1))
     inner.probe(batch)
-    _synchronize(device)
+    _synchronize(chosen.device)
     began_s = time.monotonic()
     for _ in range(PROBES):
         inner.probe(batch)
-    _synchronize(device)
-    return (time.monotonic() - began_s) / PROBES
+    _synchronize(chosen.device)
+    return (time.monotonic() - began_s) / PROBES / how.micro_batch
 
 
 def _synchronize(device: torch.device) -> None:

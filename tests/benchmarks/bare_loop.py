@@ -1,7 +1,7 @@
 """The baseline of the inner loop, in plain PyTorch. The benchmarks `inner` and `gpu` run it.
 
-It uses the worker's model, batches, optimizer and number of threads, and on a GPU the same precision, micro-batch and
-loss. All batches are on the device before the measurement. The loop reads only the last loss of a turn.
+It uses the worker's model, batches, optimizer and number of threads, and on a GPU the same precision, micro-batch,
+loss and compilation. All batches are on the device before the measurement. The loop reads only the last loss of a turn.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from node.config.manifest import Manifest
+from node.config.schema import DevicesConfig
 from node.host.cores import usable_cores
 from node.training.corpus import Stream, load_corpus
-from node.training.model import autocast, build_model, next_token_loss
+from node.training.model import autocast, build_model, next_token_loss, prepare_layers
 from tests.benchmarks.processes import answer, orders
 
 BATCHES = 64
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--micro-batch", type=int, default=0)
     parser.add_argument("--chunked", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     device, rows = torch.device(arguments.device), arguments.micro_batch
     torch.set_num_threads(arguments.threads or usable_cores())
@@ -39,6 +41,7 @@ def main() -> int:
     stream = Stream(load_corpus(), manifest.run_id, arguments.peer_id, 0)
     batches = [stream.next_batch(inner.batch_size, inner.sequence_length).to(device) for _ in range(BATCHES)]
     model = build_model(manifest.run.model, seed=0).to(device).train()
+    prepare_layers(model, DevicesConfig(compile=arguments.compile))
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=inner.lr,

@@ -3,13 +3,15 @@
     python -m tests.benchmarks gpu                 exit code 3 without a GPU
     python -m tests.benchmarks.gpu --cpu           the same with tiny models on a CPU, to test the script
 
-1. `llama-150m`: a real worker and a bare PyTorch loop with the same precision, micro-batch and loss take turns (see
+For `llama-150m` and `llama-1b`, each with layers as they are and compiled:
+
+1. The time of a step in this process, and the peak of its memory compared with the forecast of `doctor`.
+2. A real worker and a bare PyTorch loop with the same precision, micro-batch, loss and compilation take turns (see
    `inner`). The worker must reach 0.97 of the bare loop's rate. The text is the built-in one as bytes. The vocabulary
    has the preset's size, which determines the cost.
-2. The same model in this process: the peak memory of its steps; the encoding of the pseudo-gradient by each codec on
-   the GPU, from the anchor on the host to bytes on the host; and the parts of a round with the preset's codec. Times
-   are wall seconds with an idle device before and after, which is an upper bound of the device's time.
-3. A step of `llama-1b` with the micro-batch that fits.
+3. The encoding of the pseudo-gradient by each codec on the GPU, from the anchor on the host to bytes on the host, the
+   parts of a round with the preset's codec, and the outer step on the host. Times are wall seconds with an idle device
+   before and after, which is an upper bound of the device's time.
 
 Model FLOP utilisation follows PaLM (arXiv 2204.02311, appendix B): a token costs 6 N + 12 L H Q T operations. N is the
 number of weights in matrix products (without the input embedding, unless it is tied to the output), L the number of
@@ -24,26 +26,27 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from node.config.loader import load
 from node.config.manifest import RunConfig
 from node.config.schema import Config
 from node.diloco.codec import CODECS, make_codec
 from node.diloco.fragments import strided
-from node.diloco.outer import mix, pseudo_gradient
+from node.diloco.outer import OuterOptimizer, genesis, mix, outer_step, pseudo_gradient
 from node.errors import MachineError
 from node.swarm.allreduce.reducer import ChunkLayout, chunk_layouts
 from node.training.device import ComputeDevice, choose_device
-from node.training.fit import choose_execution
+from node.training.fit import GB, choose_execution, estimate_requirements, pass_bytes
 from node.training.inner import Execution
-from node.training.model import build_model, prepare_layers, unit_elements
+from node.training.model import CPU, build_model, prepare_layers, unit_elements
 from node.training.replica import Replica
-from tests.benchmarks.figures import Figure, Result, median, spread
+from tests.benchmarks.figures import RESULTS, Figure, Result, median, spread
 from tests.benchmarks.inner import take_turns
 
 LEAST_RATIO = 0.97
@@ -75,22 +78,24 @@ class Case:
     config: Config
     chosen: ComputeDevice
     how: Execution
+    model: nn.Module
+    """Prepared, with the initial parameters of the run or later ones."""
 
     @property
     def run(self) -> RunConfig:
         return self.config.run
 
 
-def case_of(name: str, flags: Sequence[str]) -> Case:
-    """Make a case. The micro-batch is found by trying, as in a node."""
+def case_of(name: str, flags: Sequence[str], model: nn.Module | None = None) -> Case:
+    """Make a case. The micro-batch is found by trying, as in a node. `model` replaces a new one."""
     config = load(file=None, environ={}, flags=flags).config
     chosen = choose_device(config.devices, config.limits.cpu_threads)
-    model = build_model(config.run.model, seed=0)
+    if model is None:
+        model = build_model(config.run.model, seed=0)
     prepare_layers(model, config.devices)
     how = choose_execution(model, config.run, chosen, config.devices)
-    del model
     release(chosen.device)
-    return Case(name, tuple(flags), config, chosen, how)
+    return Case(name, tuple(flags), config, chosen, how, model)
 
 
 def flops_a_token(run: RunConfig) -> float:
@@ -123,9 +128,8 @@ def inner_loop(case: Case, pairs: int, seconds: float) -> tuple[list[Figure], li
     how, device = case.how, case.chosen.device
     flags = [*case.flags, f"--devices.micro_batch={how.micro_batch}", f"--devices.precision={how.precision}"]
     bare = ["--device", str(device), "--precision", how.precision, "--micro-batch", str(how.micro_batch)]
-    turns = take_turns(
-        pairs, seconds, case.config.limits.cpu_threads, flags, [*bare, *(["--chunked"] if how.chunked_loss else [])]
-    )
+    options = ["--chunked"] * how.chunked_loss + ["--compile"] * case.config.devices.compile
+    turns = take_turns(pairs, seconds, case.config.limits.cpu_threads, flags, [*bare, *options])
     (ours, alone), ratios = turns.rates, turns.ratios
     figure = Figure(
         name=f"{case.name}: inner loop, {how.precision}", unit="tokens/s", ours=median(ours), baseline=median(alone),
@@ -173,9 +177,7 @@ def begin(case: Case) -> Replica:
     release(case.chosen.device)
     if case.chosen.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(case.chosen.device)
-    model = build_model(case.run.model, seed=0)
-    prepare_layers(model, case.config.devices)
-    replica = Replica(model, case.run.inner, case.chosen.device, case.how)
+    replica = Replica(case.model, case.run.inner, case.chosen.device, case.how)
     replica.step(batch_of(case), 1e-4)
     return replica
 
@@ -186,22 +188,33 @@ def batch_of(case: Case) -> Tensor:
     return torch.randint(case.run.model.vocab_size, (inner.batch_size, inner.sequence_length + 1))
 
 
-def peak(case: Case) -> str:
-    if case.chosen.device.type != "cuda":
-        return "peak memory not measured on a CPU"
-    used = torch.cuda.max_memory_allocated(case.chosen.device)
-    parameters = sum(unit_elements(case.run.model))
-    return f"peak memory {used / 1e9:.2f} GB, {used / parameters:.1f} bytes a parameter with activations"
+def steps(case: Case, replica: Replica) -> tuple[float, Tensor, list[Figure], list[str]]:
+    """Measure a step with the whole batch while a copy of the parameters is being sent.
 
-
-def steps(case: Case, replica: Replica) -> tuple[float, list[str]]:
-    """The median seconds of a step with the whole batch, and lines that describe it."""
-    batch = batch_of(case)
-    step_s = timed_s(case.chosen.device, lambda: replica.step(batch, 1e-4), STEPS)
+    Returns its median seconds, that copy, the peak of memory compared with the forecast, and lines that describe it.
+    """
+    batch, device = batch_of(case), case.chosen.device
+    sent = replica.take(((0, sum(unit_elements(case.run.model))),), on_host=False)
+    step_s = timed_s(device, lambda: replica.step(batch, 1e-4), STEPS)
     tokens_s = case.run.tokens_per_inner_step / step_s
     said = f"{case.name}: a step of {case.run.inner.batch_size} x {case.run.inner.sequence_length} in {step_s:.3f} s"
     rows = f"micro-batch {replica.inner.micro_batch}, {case.how.precision}"
-    return step_s, [f"{said}, {rows}; {tokens_s:,.0f} tokens/s, {utilization(case, tokens_s)}; {peak(case)}"]
+    lines = [f"{said}, {rows}; {tokens_s:,.0f} tokens/s, {utilization(case, tokens_s)}"]
+    if device.type != "cuda":
+        return step_s, sent, [], [*lines, "  peak memory not measured on a CPU"]
+    used, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    lines.append(f"  peak memory {used / GB:.2f} GB of tensors, {reserved / GB:.2f} GB with the allocator's gaps")
+    return step_s, sent, [memory_figure(case, used)], lines
+
+
+def memory_figure(case: Case, used_bytes: int) -> Figure:
+    """Compare the peak of memory with the formulas of `fit`, which `doctor` and the node use."""
+    needs = estimate_requirements(case.run, case.config, case.how.precision)
+    activations = pass_bytes(case.run, case.config.devices, case.how.precision, case.how.micro_batch)
+    return Figure(
+        name=f"{case.name}: peak memory, micro-batch {case.how.micro_batch}", unit="GB", ours=used_bytes / GB,
+        baseline=(needs.device_bytes + activations) / GB, baseline_name="GB forecast", low=0.9, high=1.1,
+    )  # fmt: skip
 
 
 def encoded(layout: ChunkLayout, anchor: Tensor, sent: Tensor) -> list[bytes]:
@@ -252,25 +265,64 @@ def round_cost(case: Case, replica: Replica, anchor: Tensor, step_s: float) -> t
     return [figure], [f"{case.name}: of a round {told}; {100 * on_device_s / round_s:.4f} % of its inner steps"]
 
 
-def measure(small: Case, large: Case, pairs: int, seconds: float) -> Result:
-    figures, notes, samples = inner_loop(small, pairs, seconds)
-    replica = begin(small)
-    step_s, said = steps(small, replica)
-    sent = replica.take(((0, sum(unit_elements(small.run.model))),), on_host=False)
-    anchor = sent.cpu() + 1e-3 * torch.randn(sent.numel())
-    notes += [*said, *codecs(small, anchor, sent)]
-    cost, said = round_cost(small, replica, anchor, step_s)
-    figures, notes = [*figures, *cost], [*notes, *said]
-    del replica, sent, anchor
-    notes += steps(large, begin(large))[1]
-    name = "gpu" if small.chosen.device.type == "cuda" else "gpu_on_a_cpu"
-    return Result(name, figures, [f"on {small.chosen.name}", *notes], samples | {"device": small.chosen.name})
+def outer(case: Case, anchor: Tensor) -> list[str]:
+    """Measure the outer step, which the host makes."""
+    state, mean = genesis(anchor), torch.randn(anchor.numel()) * 1e-3
+    took_s = timed_s(CPU, lambda: outer_step(state, mean, OuterOptimizer(), lr=0.7, tokens=1), 3)
+    return [f"{case.name}: the outer step on the host with {torch.get_num_threads()} threads in {took_s:.2f} s"]
+
+
+@dataclass
+class Report:
+    """What has been measured so far. It is saved after each part, as a lent machine may be taken away."""
+
+    name: str
+    device: str
+    figures: list[Figure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    samples: dict[str, object] = field(default_factory=dict)
+
+    def add(self, figures: Sequence[Figure], notes: Sequence[str]) -> None:
+        self.figures += figures
+        self.notes += notes
+        print(*notes, sep="\n", flush=True)
+        self.result().save(RESULTS)
+
+    def result(self) -> Result:
+        versions = f"torch {torch.__version__}, transformers {version('transformers')}"
+        return Result(self.name, self.figures, [f"on {self.device}, {versions}", *self.notes], self.samples)
+
+
+def measure(report: Report, name: str, flags: Sequence[str], compiled: bool, pairs: int, seconds: float) -> None:
+    """Measure one model. `compiled` adds the same with compiled layers."""
+    case: Case | None = None
+    for words in ([], ["--devices.compile=true"])[: 1 + compiled]:
+        title = f"{name}, compiled" if words else name
+        case = case_of(title, [*flags, *words], None if case is None else case.model)
+        replica = begin(case)
+        step_s, sent, figures, notes = steps(case, replica)
+        report.add(figures, notes)
+        if not words:
+            anchor = sent.cpu() + 1e-3 * torch.randn(sent.numel())
+            report.add([], codecs(case, anchor, sent))
+            report.add(*round_cost(case, replica, anchor, step_s))
+            report.add([], outer(case, anchor))
+            del anchor
+        del replica, sent
+        case.model.to("cpu")
+        release(case.chosen.device)
+        if pairs:
+            figures, notes, samples = inner_loop(case, pairs, seconds)
+            report.samples[title] = samples
+            report.add(figures, notes)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="tiny models on a CPU; no figure that says anything")
-    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--presets", default="llama-150m,llama-1b")
+    parser.add_argument("--no-compile", action="store_true", help="only layers that are not compiled")
+    parser.add_argument("--pairs", type=int, default=6, help="of turns of the worker and the bare loop; 0: none")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a turn")
     parser.add_argument("--rows", type=int, default=64, help="sequences of an inner step, in as many passes as needed")
     options = parser.parse_args()
@@ -279,12 +331,15 @@ def main() -> int:
         return MachineError.exit_code
     if options.cpu:
         flags = [*TINY, "--devices.device=cpu"]
-        small, large = case_of("tiny", flags), case_of("less tiny", [*flags, "--run.model.num_hidden_layers=4"])
+        cases = {"tiny": flags, "less tiny": [*flags, "--run.model.num_hidden_layers=4"]}
     else:
         rows = f"--run.inner.batch_size={options.rows}"
-        small = case_of("llama-150m", ["--run.preset=llama-150m", *TEXT, rows])
-        large = case_of("llama-1b", ["--run.preset=llama-1b", *TEXT, rows])
-    return measure(small, large, options.pairs, options.seconds).conclude()
+        cases = {preset: [f"--run.preset={preset}", *TEXT, rows] for preset in options.presets.split(",")}
+    device = choose_device(load(file=None, environ={}, flags=next(iter(cases.values()))).config.devices, 0).name
+    report = Report("gpu_on_a_cpu" if options.cpu else "gpu", device)
+    for name, flags in cases.items():
+        measure(report, name, flags, not options.no_compile, options.pairs, options.seconds)
+    return report.result().conclude()
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ from node.worker_protocol import (
 from tests.benchmarks.figures import Figure, Result, median, spread
 from tests.benchmarks.processes import ROOT, Helper, end_group, processor_s
 
-START_S = 90.0
-REPORT_S = 30.0
+START_S = 300.0
+REPORT_S = 60.0
 WARM_S = 3.0
 LEAST_RATIO = 0.95
 MOST_WAIT = 1.0

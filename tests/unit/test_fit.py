@@ -30,7 +30,7 @@ from node.training.fit import (
     check_fit,
     choose_execution,
     estimate_requirements,
-    row_bytes,
+    pass_bytes,
 )
 from node.training.inner import Execution
 from node.training.model import NextTokenLoss, autocast, build_model, prepare_layers, unit_elements
@@ -78,7 +78,7 @@ def test_memory_of_activations_is_estimated_within_a_third(precision: str, model
     run = run_of(**model)
     found = kept_bytes(build_model(run.model, seed=0), run, precision)
     of_loss = (fit.LOGIT_BYTES - 4) * run.model.vocab_size * run.inner.sequence_length  # Freed before the others.
-    estimated = row_bytes(run, DevicesConfig(chunked_loss="off"), precision) - of_loss
+    estimated = pass_bytes(run, DevicesConfig(chunked_loss="off"), precision) - of_loss
     assert estimated == pytest.approx(found, rel=0.34)
 
 
@@ -88,7 +88,7 @@ def test_recomputing_keeps_less_than_a_third_of_the_activations_in_memory() -> N
     plain = kept_bytes(model, run, "fp32")
     prepare_layers(model, devices)
     assert kept_bytes(model, run, "fp32") < plain / 3
-    assert row_bytes(run, devices, "fp32") < row_bytes(run, DevicesConfig(), "fp32") / 3
+    assert pass_bytes(run, devices, "fp32") < pass_bytes(run, DevicesConfig(), "fp32") / 3
 
 
 def live_bytes() -> int:
@@ -210,7 +210,7 @@ def test_micro_batch_on_a_cpu_is_chosen_to_fit_into_memory(
 ) -> None:
     run, devices = run_of(), DevicesConfig()
     model = build_model(run.model, seed=0)
-    monkeypatch.setattr(fit, "available_memory_bytes", lambda: rows * row_bytes(run, devices, "fp32") / fit.CPU_RATIO)
+    monkeypatch.setattr(fit, "available_memory_bytes", lambda: rows * pass_bytes(run, devices, "fp32") / fit.CPU_RATIO)
     assert choose_execution(model, run, CPU_DEVICE, devices).micro_batch == expected
     assert choose_execution(model, run, CPU_DEVICE, DevicesConfig(micro_batch=3)).micro_batch == 3
 
@@ -220,9 +220,9 @@ def test_pass_on_a_cpu_is_short_enough_for_the_heartbeats(monkeypatch: pytest.Mo
     model = build_model(run.model, seed=0)
     assert run.inner.batch_size >= 4
     for row_s, expected in ((fit.MOST_PASS_S / 2.5, 2), (fit.MOST_PASS_S * 3, 1), (1e-6, run.inner.batch_size)):
-        monkeypatch.setattr(fit, "_measure_pass_s", lambda *_, row_s=row_s: row_s)
+        monkeypatch.setattr(fit, "_measure_row_s", lambda *_, row_s=row_s: row_s)
         assert choose_execution(model, run, CPU_DEVICE, devices).micro_batch == expected
-    monkeypatch.setattr(fit, "_measure_pass_s", lambda *_: 40.0)
+    monkeypatch.setattr(fit, "_measure_row_s", lambda *_: 40.0)
     with pytest.raises(MachineError, match="One sequence of this run takes 40 s on this machine"):
         choose_execution(model, run, CPU_DEVICE, devices)
 
@@ -230,7 +230,7 @@ def test_pass_on_a_cpu_is_short_enough_for_the_heartbeats(monkeypatch: pytest.Mo
 def test_loss_over_a_large_vocabulary_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = run_of(), run_of(vocab_size=50_000, length=2048)
     assert not choose_execution(build_model(small.model, seed=0), small, CPU_DEVICE, DevicesConfig()).chunked_loss
-    monkeypatch.setattr(fit, "_measure_pass_s", lambda *_: 0.1)
+    monkeypatch.setattr(fit, "_measure_row_s", lambda *_: 0.1)
     monkeypatch.setattr(fit, "InnerLoop", lambda *_: None)  # It cannot take a model without data.
     with torch.device("meta"):
         model = build_model(large.model, seed=0)
