@@ -35,7 +35,10 @@ class Accelerator(Protocol):
 
     @property
     def can_encode(self) -> bool:
-        """Whether it encodes pseudo-gradients to the same bits as the host. Otherwise they are encoded on the host."""
+        """Whether it encodes pseudo-gradients to the same bits as the host. Otherwise they are encoded on the host.
+
+        Top-k may keep others of several equal elements.
+        """
 
     def count(self) -> int:
         """The number of usable devices; 0 if there is none, or torch is not built for it."""

@@ -31,7 +31,7 @@ from node.host.memory import available_memory_bytes, memory_remedy, own_memory_b
 from node.training.algorithm import feedback_of, optimizer_of
 from node.training.device import ComputeDevice, free_device_bytes
 from node.training.inner import Execution, InnerLoop
-from node.training.model import LOSS_TOKENS, unit_elements
+from node.training.model import LOSS_TOKENS, LossKind, unit_elements
 
 GB = 1e9
 DEVICE_BYTES = 20
@@ -51,6 +51,8 @@ OUTER_BYTES = 8
 KEPT_RESULTS = 8
 LOGIT_BYTES = 12
 """Bytes of one logit as computed, of its fp32 copy, and of its gradient."""
+COMPILED_LOGIT_BYTES = 4
+"""The same for a compiled loss: a logit and its gradient, both in half precision."""
 MOST_LOGITS_BYTES = 1 * GB
 CPU_RATIO = 0.5
 """Share of the free memory for activations in main memory, where the kernel kills a process that exceeds it."""
@@ -109,28 +111,35 @@ def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Req
 def pass_bytes(run: RunConfig, devices: DevicesConfig, precision: str, rows: int = 1) -> float:
     """Estimate the bytes of activations that autograd keeps for the backward pass of `rows` sequences.
 
-    For each token, a layer keeps its inputs in fp32. In the precision of the products, it keeps the outputs of the
-    norms, the inputs and outputs of attention, and four vectors of the feed-forward layer's width. The logits of a
-    chunked loss are in memory for LOSS_TOKENS at a time, however many sequences there are.
+    For each token, a layer keeps vectors in the precision of the products: the outputs of the norms, once for each
+    product that takes them, the inputs and the output of attention, and four of the feed-forward layer's width. It
+    keeps four vectors of the model's width in fp32. A compiled layer keeps fewer, as it computes some again. The logits
+    of a chunked loss are in memory for LOSS_TOKENS at a time, however many sequences there are.
     """
-    model, tokens = run.model, run.inner.sequence_length
+    model, tokens = run.model, rows * run.inner.sequence_length
     heads, kv = model.num_attention_heads * model.head_width, model.num_key_value_heads * model.head_width
-    products = 2 * model.hidden_size + 4 * heads + 3 * kv + 4 * model.intermediate_size
-    layer = products * (4 if precision == "fp32" else 2) + 16 * model.hidden_size
+    if devices.compile:
+        products, in_full = 2 * model.hidden_size + 3 * heads + 2 * kv + 3 * model.intermediate_size, 2
+    else:
+        products, in_full = 5 * model.hidden_size + 2 * heads + 2 * kv + 4 * model.intermediate_size, 4
+    layer = products * (4 if precision == "fp32" else 2) + in_full * 4 * model.hidden_size
     if devices.activation_checkpointing:
         kept = 4 * model.hidden_size * model.num_hidden_layers + layer
     else:
         kept = layer * model.num_hidden_layers
-    logits = rows * tokens
-    if _is_chunked(run, devices, rows):
-        logits = min(logits, LOSS_TOKENS)
-    return float(rows * tokens * kept + logits * LOGIT_BYTES * model.vocab_size)
+    loss = _loss_kind(run, devices, rows)
+    logits = min(tokens, LOSS_TOKENS) if loss == "chunked" else tokens
+    logit_bytes = COMPILED_LOGIT_BYTES if loss == "compiled" else LOGIT_BYTES
+    return float(tokens * kept + logits * logit_bytes * model.vocab_size)
 
 
-def _is_chunked(run: RunConfig, devices: DevicesConfig, rows: int) -> bool:
-    if devices.chunked_loss != "auto":
-        return devices.chunked_loss == "on"
-    return LOGIT_BYTES * run.model.vocab_size * rows * run.inner.sequence_length > MOST_LOGITS_BYTES
+def _loss_kind(run: RunConfig, devices: DevicesConfig, rows: int) -> LossKind:
+    if devices.chunked_loss == "on":
+        return "chunked"
+    if devices.compile and not (devices.sharding == "fsdp" and devices.ranks > 1):
+        return "compiled"
+    logits_bytes = LOGIT_BYTES * run.model.vocab_size * rows * run.inner.sequence_length
+    return "chunked" if devices.chunked_loss == "auto" and logits_bytes > MOST_LOGITS_BYTES else "whole"
 
 
 def first_lack(run: RunConfig, config: Config, chosen: ComputeDevice) -> tuple[str, str]:
@@ -187,28 +196,29 @@ def _existing_parent(folder: Path) -> Path:
 def choose_execution(model: nn.Module, run: RunConfig, chosen: ComputeDevice, devices: DevicesConfig) -> Execution:
     """Choose how to compute the steps of a model that `prepare_layers` has prepared. Moves it to the GPU, if any.
 
-    The layers are not compiled for the sizes that are tried. The first size that they meet is the one that they are
+    Nothing is compiled for the sizes that are tried. The first size that the layers meet is the one that they are
     compiled for. For a second size, torch compiles slower kernels that take any size.
     """
     batch_size = -(-run.inner.batch_size // devices.ranks)
     not_compiled: AbstractContextManager[Any] = nullcontext()
     if devices.compile:
         not_compiled = torch.compiler.set_stance("force_eager")
+    trial = devices.model_copy(update={"compile": False})
     with not_compiled:
         if devices.micro_batch:
             rows = min(devices.micro_batch, batch_size)
         elif devices.sharding == "fsdp" and devices.ranks > 1:
             rows = 1  # To try more rows, all ranks would be needed.
         elif free_device_bytes(chosen.device, 0) is not None:
-            rows = _find_micro_batch(model, run, chosen, devices, batch_size)
+            rows = _find_micro_batch(model, run, chosen, trial, batch_size)
         else:
-            rows = _cpu_micro_batch(model, run, chosen, devices, batch_size)
+            rows = _cpu_micro_batch(model, run, chosen, trial, batch_size)
     logger.info("Each pass computes %d of the %d sequences of a step, in %s.", rows, batch_size, chosen.precision)
     return _execution(run, chosen, devices, rows)
 
 
 def _execution(run: RunConfig, chosen: ComputeDevice, devices: DevicesConfig, rows: int) -> Execution:
-    return Execution(chosen.precision, rows, _is_chunked(run, devices, rows))
+    return Execution(chosen.precision, rows, _loss_kind(run, devices, rows))
 
 
 def _powers_of_two(most: int) -> list[int]:

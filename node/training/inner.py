@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from node.config.manifest import InnerConfig
 from node.errors import MachineError, TrainingError
 from node.training.accelerator import accelerator_of
-from node.training.model import NextTokenLoss, autocast
+from node.training.model import LossKind, NextTokenLoss, autocast
 from node.training.optimizers import Optimizers
 from node.training.ranks import Ranks, full_tensor
 from node.training.sampling import sample_tokens
@@ -54,8 +54,8 @@ class Execution:
     """`fp32`, `bf16` or `fp16`."""
     micro_batch: int = 0
     """Rows per forward pass; 0 means the whole batch."""
-    chunked_loss: bool = False
-    """Whether the logits are computed for a part of the tokens at a time, and again in the backward pass."""
+    loss: LossKind = "whole"
+    """How `next_token_loss` computes the loss."""
 
 
 FP32 = Execution()
@@ -80,7 +80,7 @@ class InnerLoop:
         how: Execution = FP32,
         ranks: Ranks | None = None,
     ) -> None:
-        loss: nn.Module = NextTokenLoss(model, chunked=how.chunked_loss)
+        loss: nn.Module = NextTokenLoss(model, how.loss)
         self._ranks = ranks
         # Shard the model before it is moved, as a device may not hold all of it.
         self._loss = ranks.shard(loss, model.get_submodule("model.layers").children()) if ranks is not None else loss

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ LOSS_TOKENS = 4096
 CPU = torch.device("cpu")
 
 Change = Callable[[Tensor, slice, slice], Tensor]
+LossKind = Literal["whole", "chunked", "compiled"]
 
 
 def build_model(cfg: ModelConfig, *, seed: int) -> nn.Module:
@@ -68,18 +69,22 @@ def forward(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     return logits_BTV
 
 
-def next_token_loss(model: nn.Module, batch: Tensor, *, chunked: bool = False) -> Tensor:
+def next_token_loss(model: nn.Module, batch: Tensor, how: LossKind = "whole") -> Tensor:
     """Return the mean cross-entropy, nats per token, fp32 []. `batch` is int64 [B, T + 1] on the model's device.
 
-    With `chunked`, the logits are computed for LOSS_TOKENS at a time, and again in the backward pass. So the logits of
-    a large vocabulary are never in memory all at once.
+    `whole` computes all logits at once. `chunked` computes them for LOSS_TOKENS at a time, and again in the backward
+    pass, so that the logits of a large vocabulary are never in memory all at once. `compiled` computes all at once with
+    torch.compile, which keeps them in half precision only.
     """
-    if not chunked:
+    if how == "whole":
         logits_BTV = forward(model, batch[:, :-1])
         return nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), batch[:, 1:].flatten())
     body, head = model.get_submodule("model"), model.get_submodule("lm_head")
     hidden_ND = body(input_ids=batch[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
     targets_N = batch[:, 1:].flatten()
+    if how == "compiled":
+        total: Tensor = _compiled_loss()(head, hidden_ND, targets_N)
+        return total / targets_N.numel()
     total = torch.zeros((), device=hidden_ND.device)
     for hidden, targets in zip(torch.split(hidden_ND, LOSS_TOKENS), torch.split(targets_N, LOSS_TOKENS), strict=True):
         total = total + checkpoint(_summed_loss, head, hidden, targets, use_reentrant=False)
@@ -90,15 +95,20 @@ def _summed_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tenso
     return nn.functional.cross_entropy(head(hidden_ND).float(), targets_N, reduction="sum")
 
 
+@cache
+def _compiled_loss() -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+    return torch.compile(_summed_loss)
+
+
 class NextTokenLoss(nn.Module):
     """`next_token_loss` as a module: FSDP needs a module whose call is the whole forward pass."""
 
-    def __init__(self, model: nn.Module, *, chunked: bool) -> None:
+    def __init__(self, model: nn.Module, how: LossKind = "whole") -> None:
         super().__init__()
-        self.language_model, self._chunked = model, chunked
+        self.language_model, self._how = model, how
 
     def forward(self, batch: Tensor) -> Tensor:
-        return next_token_loss(self.language_model, batch, chunked=self._chunked)
+        return next_token_loss(self.language_model, batch, self._how)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:

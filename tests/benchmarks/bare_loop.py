@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--micro-batch", type=int, default=0)
-    parser.add_argument("--chunked", action="store_true")
+    parser.add_argument("--loss", default="whole")
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     device, rows = torch.device(arguments.device), arguments.micro_batch
@@ -59,7 +59,7 @@ def main() -> int:
             batch = batches[step % BATCHES]
             for part in torch.split(batch, rows or len(batch)):
                 with autocast(device, arguments.precision):
-                    loss = next_token_loss(model, part, chunked=arguments.chunked)
+                    loss = next_token_loss(model, part, arguments.loss)
                 (loss * (len(part) / len(batch))).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), inner.clip_norm)
             optimizer.step()

@@ -128,7 +128,7 @@ def inner_loop(case: Case, pairs: int, seconds: float) -> tuple[list[Figure], li
     how, device = case.how, case.chosen.device
     flags = [*case.flags, f"--devices.micro_batch={how.micro_batch}", f"--devices.precision={how.precision}"]
     bare = ["--device", str(device), "--precision", how.precision, "--micro-batch", str(how.micro_batch)]
-    options = ["--chunked"] * how.chunked_loss + ["--compile"] * case.config.devices.compile
+    options = ["--loss", how.loss] + ["--compile"] * case.config.devices.compile
     turns = take_turns(pairs, seconds, case.config.limits.cpu_threads, flags, [*bare, *options])
     (ours, alone), ratios = turns.rates, turns.ratios
     figure = Figure(

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.shared_gpu [--nodes 2,4] [--rounds 20]      exit code 3 without a GPU
 
 The nodes are real ones on loopback. All must agree on the digest of each round. The memory that a process holds on the
-device is read from NVML. A paused or killed node must hold none.
+device is read from NVML. A paused or killed node must hold none. Nothing else may use the device meanwhile.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import torch
 
 from node.errors import MachineError
 from tests.benchmarks.figures import Figure, Result
+from tests.benchmarks.processes import end_all_on_sigterm
 from tests.benchmarks.small import small_run
 from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
 
@@ -36,6 +37,8 @@ FREE_S = 5.0
 START_S = 120.0
 ROUND_S = 20.0
 MB = 1e6
+LOG_CHARACTERS = 4000
+BEGAN_S = time.monotonic()
 
 
 class Memory:
@@ -45,6 +48,8 @@ class Memory:
         pynvml.nvmlInit()
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         self.before_mb = self.used_mb()
+        self.knows_users = False
+        """Whether NVML tells the memory of each process, which some virtual machines prevent."""
 
     def name(self) -> str:
         return str(pynvml.nvmlDeviceGetName(self._handle))
@@ -52,21 +57,24 @@ class Memory:
     def used_mb(self) -> float:
         return float(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used) / MB
 
-    def more_mb(self) -> float:
-        """Memory in use beyond that of the start."""
-        return self.used_mb() - self.before_mb
-
     def users(self) -> dict[int, float]:
         """The memory of each process that computes on the device, by process id, MB."""
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         return {one.pid: (one.usedGpuMemory or 0) / MB for one in running}
 
+    def held_mb(self, pids: set[int]) -> float:
+        """The memory of these processes. If NVML does not tell it, all memory in use beyond that of the start."""
+        users = self.users()
+        if self.knows_users:
+            return sum(users.get(pid, 0.0) for pid in pids)
+        return self.used_mb() - self.before_mb
+
     def freed_after_s(self, pids: set[int], limit_mb: float, began_s: float) -> float:
-        """Wait until none of the processes uses the device and its memory is at most `limit_mb`. Returns the time."""
+        """Wait until these processes hold at most `limit_mb`. Returns the seconds since `began_s`."""
         wait_for(
-            lambda: not pids & set(self.users()) and self.more_mb() <= limit_mb,
+            lambda: self.held_mb(pids) <= limit_mb,
             30.0,
-            f"the device's memory is free: {self.more_mb():.0f} MB, {self.users()}",
+            f"the device's memory is free: {self.held_mb(pids):.0f} MB, {self.users()}",
         )
         return time.monotonic() - began_s
 
@@ -93,6 +101,20 @@ class Found:
     left_mb: dict[str, float] = field(default_factory=dict)
 
 
+def note(text: str) -> None:
+    print(f"{time.monotonic() - BEGAN_S:6.1f} s: {text}", flush=True)
+
+
+@contextmanager
+def logs_on_error(swarm: Swarm) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for node in swarm.nodes:
+            print(f"{node.name} said:\n{node.said()[-LOG_CHARACTERS:]}", flush=True)
+        raise
+
+
 def worker_pids(node: Node) -> set[int]:
     return {process.pid for process in node.with_word("node.worker")}
 
@@ -106,34 +128,42 @@ def kill(node: Node) -> None:
 
 def play(folder: Path, count: int, rounds: int, device: Sequence[str]) -> Found:
     found, memory = Found(count), Memory()
-    with Swarm(folder, RUN) as swarm:
+    with Swarm(folder, RUN) as swarm, logs_on_error(swarm):
         swarm.found(*device).until_training(START_S)
+        note("the founder trains")
         nodes = [swarm.nodes[0], *swarm.join(*(f"n{number}" for number in range(1, count)), flags=device)]
         for node in nodes:
             node.until_training(START_S)
         first = nodes[0].status()["run"]["round"]
+        all_pids = set().union(*map(worker_pids, nodes))
+        memory.knows_users = all_pids <= set(memory.users())
+        note(f"{count} nodes train, round {first}; device: {memory.used_mb():.0f} MB, {memory.users()}, {all_pids}")
         began_s = time.monotonic()
         middle = first + rounds // 2
         nodes[0].until_round(middle, ROUND_S * rounds)
         found.round_s = (time.monotonic() - began_s) / (rounds // 2)
         found.tokens_s = sum(node.status()["training"]["tokens_per_second"] for node in nodes)
-        users = memory.users()
-        found.held_mb = [sum(users.get(pid, 0.0) for pid in worker_pids(node)) for node in nodes]
-        last, before_mb = nodes[-1], memory.more_mb()
+        found.held_mb = [memory.held_mb(worker_pids(node)) for node in nodes]
+        last, before_mb = nodes[-1], memory.held_mb(set())
         pids, kill_s = worker_pids(last), time.monotonic()
         kill(last)
-        found.killed_s = memory.freed_after_s(pids, before_mb - min(found.held_mb[-1], before_mb) / 2, kill_s)
+        # Without figures of processes, about the killed node's share of all memory must be free.
+        found.killed_s = memory.freed_after_s(pids, before_mb * (1 - 0.5 / count), kill_s)
+        note(f"a node was killed, its memory was free after {found.killed_s:.1f} s")
         last.start(*device)
         last.until_training(START_S)
+        note("it trains again")
         for node in nodes:
             node.until_round(first + rounds, ROUND_S * rounds)
         common = common_rounds(nodes)
         found.rounds, found.forks = len(common), sum(len(digests) > 1 for digests in common.values())
+        note(f"{found.rounds} rounds, {found.forks} forks")
         pids, pause_s = set().union(*map(worker_pids, nodes)), time.monotonic()
         for node in nodes:
             assert node.act("pause").status_code == 202
         found.paused_s = memory.freed_after_s(pids, 64.0, pause_s)
-        found.left_mb["paused"] = memory.more_mb()
+        found.left_mb["paused"] = memory.held_mb(pids)
+        note(f"paused, the device was free after {found.paused_s:.1f} s")
         for node in nodes:
             assert node.act("resume").status_code == 202
         for node in nodes:
@@ -143,7 +173,7 @@ def play(folder: Path, count: int, rounds: int, device: Sequence[str]) -> Found:
         for node in nodes:
             kill(node)
         found.ended_s = memory.freed_after_s(pids, 64.0, kill_s)
-        found.left_mb["killed"] = memory.more_mb()
+        found.left_mb["killed"] = memory.held_mb(pids)
     return found
 
 
@@ -168,6 +198,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no GPU here: not measured")
         return MachineError.exit_code
+    end_all_on_sigterm()
     figures, notes, samples = [], [], {}
     for count in map(int, options.nodes.split(",")):
         with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:

@@ -51,7 +51,12 @@ def whole_memory() -> Iterator[None]:
 def test_a_gpu_encodes_to_the_same_bytes_as_the_host(name: str, scale: float) -> None:
     vector = scale * torch.randn(1_000_003, generator=torch.Generator().manual_seed(1))
     vector[:5] = torch.tensor([0.0, -0.0, 1e-38, -1e20, 1e20]) * (scale != 0.0)
-    assert make_codec(name).encode(vector.to(GPU)) == make_codec(name).encode(vector)
+    codec = make_codec(name)
+    on_gpu, on_host = codec.encode(vector.to(GPU)), codec.encode(vector)
+    if scale == 0.0 and name.startswith("topk"):  # It may keep others of equal elements.
+        assert torch.equal(codec.decode(on_gpu, len(vector)), codec.decode(on_host, len(vector)))
+    else:
+        assert on_gpu == on_host
 
 
 def test_the_sensors_of_a_gpu_have_plausible_figures() -> None:

@@ -64,7 +64,7 @@ def kept_bytes(model: nn.Module, run: RunConfig, precision: str) -> int:
         return tensor
 
     batch = torch.randint(run.model.vocab_size, (1, run.inner.sequence_length + 1))
-    loss_of = NextTokenLoss(model, chunked=False)
+    loss_of = NextTokenLoss(model)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(CPU, precision):
         loss = loss_of(batch)
     loss.backward()
@@ -229,11 +229,11 @@ def test_pass_on_a_cpu_is_short_enough_for_the_heartbeats(monkeypatch: pytest.Mo
 
 def test_loss_over_a_large_vocabulary_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = run_of(), run_of(vocab_size=50_000, length=2048)
-    assert not choose_execution(build_model(small.model, seed=0), small, CPU_DEVICE, DevicesConfig()).chunked_loss
+    assert choose_execution(build_model(small.model, seed=0), small, CPU_DEVICE, DevicesConfig()).loss == "whole"
     monkeypatch.setattr(fit, "_measure_row_s", lambda *_: 0.1)
     monkeypatch.setattr(fit, "InnerLoop", lambda *_: None)  # It cannot take a model without data.
     with torch.device("meta"):
         model = build_model(large.model, seed=0)
-    assert choose_execution(model, large, CPU_DEVICE, DevicesConfig()).chunked_loss
-    assert not choose_execution(model, large, CPU_DEVICE, DevicesConfig(chunked_loss="off")).chunked_loss
+    assert choose_execution(model, large, CPU_DEVICE, DevicesConfig()).loss == "chunked"
+    assert choose_execution(model, large, CPU_DEVICE, DevicesConfig(chunked_loss="off")).loss == "whole"
     assert 1 * GB < 12 * 50_000 * 4 * 2048

@@ -19,7 +19,7 @@ from node.config.schema import DevicesConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.errors import MachineError, TrainingError
 from node.training.inner import FIRST_SCALE, MOST_SKIPPED, Execution, InnerLoop, evaluate
-from node.training.model import build_model, flatten, load_flat_, next_token_loss, prepare_layers
+from node.training.model import LossKind, build_model, flatten, load_flat_, next_token_loss, prepare_layers
 from node.training.optimizers import is_for_muon
 from node.training.replica import Replica
 from node.training.tokenizer import ByteTokenizer
@@ -44,10 +44,10 @@ def batches(count: int, rows: int = 6) -> list[Tensor]:
 
 
 def loop(
-    micro_batch: int = 0, precision: str = "fp32", cfg: InnerConfig = CFG, *, chunked: bool = False
+    micro_batch: int = 0, precision: str = "fp32", cfg: InnerConfig = CFG, *, loss: LossKind = "whole"
 ) -> tuple[nn.Module, InnerLoop]:
     model = build_model(TINY, seed=1)
-    return model, InnerLoop(model, cfg, CPU, Execution(precision, micro_batch, chunked))
+    return model, InnerLoop(model, cfg, CPU, Execution(precision, micro_batch, loss))
 
 
 def test_inner_optimizer_equals_torch_adamw_with_decay_on_matrices_only() -> None:
@@ -76,13 +76,14 @@ def test_inner_optimizer_equals_torch_adamw_with_decay_on_matrices_only() -> Non
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "chunked"), [(1, False), (2, False), (4, False), (6, False), (100, False), (0, True), (4, True)]
+    ("micro_batch", "how"),
+    [(1, "whole"), (2, "whole"), (4, "whole"), (6, "whole"), (100, "whole"), (0, "chunked"), (4, "chunked")],
 )
 def test_micro_batches_and_a_chunked_loss_do_not_change_the_inner_step(
-    micro_batch: int, chunked: bool, monkeypatch: pytest.MonkeyPatch
+    micro_batch: int, how: LossKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_module, "LOSS_TOKENS", 50)
-    (whole_model, whole), (model, inner) = loop(), loop(micro_batch, chunked=chunked)
+    (whole_model, whole), (model, inner) = loop(), loop(micro_batch, loss=how)
     for batch in batches(3):
         expected, got = whole.step(batch, 1e-3), inner.step(batch, 1e-3)
         assert got.loss == pytest.approx(expected.loss, rel=1e-5)
