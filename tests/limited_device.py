@@ -52,6 +52,9 @@ class LimitedDevice:
     def sensors(self, device: torch.device) -> dict[str, float]:
         return {}
 
+    def can_compile(self, device: torch.device) -> bool:
+        return False
+
     def power_id(self, device: torch.device) -> str:
         return ""
 

@@ -34,8 +34,8 @@ from node.multiaddress import parse
 from node.status import Phase
 from node.training.algorithm import payload_bytes
 from node.training.device import ComputeDevice, choose_device
-from node.training.fit import GB, choose_execution, compare_resources, estimate_requirements
-from node.training.inner import InnerLoop
+from node.training.fit import GB, choose_execution, compare_resources, estimate_requirements, peak_bytes
+from node.training.inner import Execution, InnerLoop
 from node.training.model import build_model, change_flat_, prepare_layers, take_flat, unit_elements
 
 LINKS_MBIT_S = (10, 20, 100, 500)
@@ -122,7 +122,9 @@ def run_checks(setup: NodeSetup) -> Iterator[Finding]:
             yield Finding("warn", "device", "Not measured, because the node needs its memory: pause it first.")
             return
         yield Finding("ok", "device", f"Computing a few inner steps on {device.name}, which may take a minute.")
-        step_s, stall_s = _measure(run, device, config.devices)
+        step_s, stall_s, how = _measure(run, device, config.devices)
+        if device.device.type != "cpu":
+            yield Finding("ok", "memory", _describe_steps(setup, how))
     except MachineError as exc:
         yield Finding("fault", "device", str(exc))
         return
@@ -296,8 +298,18 @@ def _check_resources(setup: NodeSetup, device: ComputeDevice) -> Iterator[Findin
             yield Finding("fault", subject, f"{text}: {remedy}.")
 
 
-def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> tuple[float, float]:
-    """Return the median seconds of an inner step, and the seconds for which an outer step stalls the device."""
+def _describe_steps(setup: NodeSetup, how: Execution) -> str:
+    needed_gb = peak_bytes(setup.run, setup.config, how) / GB
+    compiled = "compiled layers" if how.compiled else "layers that are not compiled"
+    return (
+        f"The steps need about {needed_gb:.3g} GB of GPU memory, with {how.micro_batch} sequences at once in "
+        f"{how.precision} and {compiled}."
+    )
+
+
+def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> tuple[float, float, Execution]:
+    """Return the median seconds of an inner step, the seconds for which an outer step stalls the device, and how steps
+    are computed."""
     rows, length = run.inner.batch_size, run.inner.sequence_length
     model = build_model(run.model, seed=0)
     prepare_layers(model, devices)
@@ -306,7 +318,8 @@ def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> t
         tokens = TRIAL_FLOPS / (6 * parameters)
         length = min(length, max(MIN_TRIAL_LENGTH, int(tokens)))
         rows = max(1, min(rows, int(tokens / length)))
-    inner = InnerLoop(model, run.inner, device.device, choose_execution(model, run, device, devices))
+    how = choose_execution(model, run, device, devices)
+    inner = InnerLoop(model, run.inner, device.device, how)
     batch = torch.randint(run.model.vocab_size, (rows, length + 1))
     inner.step(batch, run.inner.lr)
     step_s = _median_s(lambda: inner.step(batch, run.inner.lr)) * run.tokens_per_inner_step / (rows * length)
@@ -320,7 +333,7 @@ def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> t
         mean = results.encode(sent)
         stall_s += _median_s(lambda: codec.encode(pseudo_gradient(sent, sent)))
         stall_s += _median_s(lambda: results.decode(mean, sent.numel()))
-    return step_s, stall_s * parameters / ranges[0][1]
+    return step_s, stall_s * parameters / ranges[0][1], how
 
 
 def _median_s(work: Callable[[], object]) -> float:

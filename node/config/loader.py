@@ -21,7 +21,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from node.config.publish_address import parse_publish_address
-from node.config.schema import Config
+from node.config.schema import ON_OFF, Config
 from node.errors import ConfigError
 
 DEFAULT = "default"
@@ -206,7 +206,7 @@ def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Key]]:
 def _key_of(field: FieldInfo) -> Key:
     kind: Any = Annotated[field.annotation, field]
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
-    is_list, is_bool = get_origin(field.annotation) is tuple, field.annotation is bool
+    is_list, is_bool = get_origin(field.annotation) is tuple, field.annotation is bool or ON_OFF in field.metadata
     return Key(adapter, is_list, is_bool, field.get_default(), field.description or "")
 
 

@@ -61,6 +61,9 @@ class Accelerator(Protocol):
     def sensors(self, device: torch.device) -> dict[str, float]:
         """The known figures of `DeviceInfo` by name, read without claiming memory of the device."""
 
+    def can_compile(self, device: torch.device) -> bool:
+        """Whether `devices.compile = "auto"` compiles: it was measured to be worthwhile, and what it needs is there."""
+
     def power_id(self, device: torch.device) -> str:
         """The device's id for `gpu_power`, or an empty string if that cannot limit its power."""
 
@@ -103,6 +106,9 @@ class Cpu:
         joules = processor_joules()
         return figures if joules is None else {**figures, "energy_joules": joules}
 
+    def can_compile(self, device: torch.device) -> bool:
+        return False
+
     def power_id(self, device: torch.device) -> str:
         return ""
 
@@ -139,6 +145,9 @@ class Mps:
             "memory_used_bytes": torch.mps.driver_allocated_memory(),
             "memory_size_bytes": torch.mps.recommended_max_memory(),
         }
+
+    def can_compile(self, device: torch.device) -> bool:
+        return False
 
     def power_id(self, device: torch.device) -> str:
         return ""
@@ -183,6 +192,9 @@ class Xpu:
             with suppress(ImportError, RuntimeError):  # No pyzes, or this user may not read the figure.
                 figures[name] = read()
         return figures
+
+    def can_compile(self, device: torch.device) -> bool:
+        return False
 
     def power_id(self, device: torch.device) -> str:
         return ""

@@ -6,8 +6,12 @@ The figures of an NVIDIA GPU come from NVML, those of an AMD GPU from torch, whi
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import shutil
+import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +59,10 @@ class Cuda:
         size_bytes = torch.cuda.get_device_properties(device).total_memory
         return {"memory_size_bytes": size_bytes, **_nvml_figures(_uuid(device))}
 
+    def can_compile(self, device: torch.device) -> bool:
+        has_bf16 = torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
+        return has_bf16 and importlib.util.find_spec("triton") is not None and has_c_compiler()
+
     def power_id(self, device: torch.device) -> str:
         return _uuid(device)
 
@@ -88,8 +96,17 @@ class Rocm(Cuda):
                 figures[name] = read()
         return figures
 
+    def can_compile(self, device: torch.device) -> bool:
+        return False  # Nobody has measured it.
+
     def power_id(self, device: torch.device) -> str:
         return ""  # `gpu_power` speaks NVML only.
+
+
+def has_c_compiler() -> bool:
+    """Whether a C compiler and Python's header files are there, with which triton builds what starts its kernels."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return header.exists() and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 def _uuid(device: torch.device) -> str:

@@ -33,6 +33,8 @@ class ComputeDevice:
     """`fp32`, `bf16` or `fp16`."""
     name: str
     """The name to show to people, such as `NVIDIA GeForce RTX 4090`."""
+    compiles: bool = False
+    """Whether layers and loss are compiled on it."""
 
 
 def choose_device(
@@ -65,7 +67,8 @@ def choose_device(
             f"{name} has no {precision}: set devices.precision to {', '.join(precisions)} or auto.",
             code=f"no_{precision}",
         )
-    return ComputeDevice(device, precision, name)
+    compiles = cfg.compile == "on" or (cfg.compile == "auto" and cfg.ranks == 1 and accelerator.can_compile(device))
+    return ComputeDevice(device, precision, name, compiles)
 
 
 def _choose_accelerator(wanted: str) -> tuple[str, Accelerator]:

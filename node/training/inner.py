@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from node.config.manifest import InnerConfig
 from node.errors import MachineError, TrainingError
 from node.training.accelerator import accelerator_of
-from node.training.model import LossKind, NextTokenLoss, autocast
+from node.training.model import LossKind, NextTokenLoss, autocast, compile_layers
 from node.training.optimizers import Optimizers
 from node.training.ranks import Ranks, full_tensor
 from node.training.sampling import sample_tokens
@@ -56,6 +56,8 @@ class Execution:
     """Rows per forward pass; 0 means the whole batch."""
     loss: LossKind = "whole"
     """How `next_token_loss` computes the loss."""
+    compiled: bool = False
+    """Whether the layers are compiled."""
 
 
 FP32 = Execution()
@@ -80,6 +82,7 @@ class InnerLoop:
         how: Execution = FP32,
         ranks: Ranks | None = None,
     ) -> None:
+        compile_layers(model, compiled=how.compiled)
         loss: nn.Module = NextTokenLoss(model, how.loss)
         self._ranks = ranks
         # Shard the model before it is moved, as a device may not hold all of it.

@@ -55,12 +55,23 @@ def has_stated_size(manifest: Manifest) -> bool:
 
 
 def prepare_layers(model: nn.Module, devices: DevicesConfig) -> None:
-    """Set up activation checkpointing and compilation of the layers, if configured. Call before the first step."""
-    for layer in model.get_submodule("model.layers").children():
-        if devices.activation_checkpointing:
+    """Set up activation checkpointing, if configured. Call before the first step."""
+    if devices.activation_checkpointing:
+        for layer in model.get_submodule("model.layers").children():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        if devices.compile:
+
+
+def compile_layers(model: nn.Module, *, compiled: bool) -> None:
+    """Let the layers be compiled at their next call, or call them as they are.
+
+    torch compiles them for the first size that they meet. For a second size, it compiles slower kernels that take any
+    size.
+    """
+    for layer in model.get_submodule("model.layers").children():
+        if compiled:
             layer.compile()
+        else:
+            layer._compiled_call_impl = None
 
 
 def forward(model: nn.Module, tokens_BT: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ All vectors are fp32, on the cpu unless said otherwise, in `flatten`'s order: [P
 from __future__ import annotations
 
 from contextlib import suppress
+from subprocess import SubprocessError
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from node.training.accelerator import accelerator_of
 from node.training.inner import Callback, Execution, FaultHook, InnerLoop, StepResult
 from node.training.model import CPU, Change, change_flat_, take_flat
 from node.training.ranks import Ranks
+
+NO_COMPILER = "no_compiler"
 
 
 class Replica:
@@ -64,16 +67,16 @@ class Replica:
         return self.inner.step(batch, lr, fault_hook, after_micro_batch)
 
     def warm_up(self, rows: int, length: int) -> None:
-        """Make a pass without effect to compile the layers, which takes minutes. Raises MachineError if that fails."""
+        """Make a pass without effect to compile the layers. Raises MachineError with code NO_COMPILER if that fails."""
         self._broadcast("warm_up", rows, length)
         try:
             self.inner.probe(torch.zeros(rows, length + 1, dtype=torch.int64))
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as exc:
+        except (RuntimeError, OSError, SubprocessError) as exc:
             raise MachineError(
-                "The layers could not be compiled: install a C++ compiler, or leave devices.compile off.",
-                code="no_compiler",
+                "The layers could not be compiled: install a C++ compiler, or set devices.compile to off.",
+                code=NO_COMPILER,
             ) from exc
 
     def perturb(self, ratio: float) -> None:

@@ -34,11 +34,11 @@ from node.host.files import write_whole
 from node.host.parent_death import die_with_parent
 from node.swarm.faults import faults_from
 from node.training.device import ComputeDevice, choose_device
-from node.training.fit import choose_execution
+from node.training.fit import choose_execution, execution
 from node.training.inner import Execution, out_of_memory_error
 from node.training.model import build_model, prepare_layers
 from node.training.ranks import Ranks
-from node.training.replica import Replica
+from node.training.replica import NO_COMPILER, Replica
 from node.worker.step_faults import ANY_ROUND, loss_factor
 
 WATCH_S = 0.5
@@ -197,12 +197,12 @@ def start_replica(
         devices = devices.model_copy(update={"micro_batch": rows})
     how = choose_execution(model, run, device, devices)
     if devices.ranks == 1:
-        return _warm_up(Replica(model, run.inner, device.device, how), run, config), None
+        return _start_alone(run, config, device, model, how), None
     folder = Path(tempfile.mkdtemp(prefix="diloco-ranks-"))
     settings = RankSettings(run=run, config=config, how=how, folder=folder, parent=os.getpid(), rank=0)
     ranks = RankProcesses(settings, micro_batch, end_process)
     try:
-        return _warm_up(settings.make_replica(device, model), run, config), ranks
+        return _warm_up(settings.make_replica(device, model), run, how), ranks
     except RuntimeError as exc:
         try:
             ranks.explain(exc)
@@ -213,9 +213,22 @@ def start_replica(
         raise
 
 
-def _warm_up(replica: Replica, run: RunConfig, config: Config) -> Replica:
-    """Compile the layers now if configured, as a first step of minutes would look like a hang."""
-    if config.devices.compile:
+def _start_alone(run: RunConfig, config: Config, device: ComputeDevice, model: nn.Module, how: Execution) -> Replica:
+    """Start the replica of a node with one rank. If only `auto` asked for compiled layers, it does without them."""
+    try:
+        return _warm_up(Replica(model, run.inner, device.device, how), run, how)
+    except MachineError as exc:
+        if exc.code != NO_COMPILER or config.devices.compile == "on":
+            raise
+        logger.warning("The layers are not compiled, so steps are slower: %s", exc.__cause__)
+    how = execution(run, device, config.devices, how.micro_batch)
+    return Replica(model, run.inner, device.device, how)
+
+
+def _warm_up(replica: Replica, run: RunConfig, how: Execution) -> Replica:
+    """Compile the layers now if configured, as a first step of half a minute would look like a hang."""
+    if how.compiled:
+        logger.info("Compiling the layers, which takes half a minute at the first start.")
         replica.warm_up(replica.inner.micro_batch, run.inner.sequence_length)
     return replica
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 
-from node.config.manifest import Manifest
-from node.config.schema import DevicesConfig
+from node.config.manifest import RunConfig
 from node.host.cores import usable_cores
 from node.training.corpus import Stream, load_corpus
-from node.training.model import autocast, build_model, next_token_loss, prepare_layers
+from node.training.model import autocast, build_model, compile_layers, next_token_loss
 from tests.benchmarks.processes import answer, orders
 
 BATCHES = 64
@@ -25,8 +24,7 @@ BATCHES = 64
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--manifest", type=Path, required=True)
-    parser.add_argument("--peer-id", required=True)
+    parser.add_argument("--run", type=Path, required=True, help="the settings of the run, as JSON")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
@@ -36,12 +34,12 @@ def main() -> int:
     arguments = parser.parse_args()
     device, rows = torch.device(arguments.device), arguments.micro_batch
     torch.set_num_threads(arguments.threads or usable_cores())
-    manifest = Manifest.model_validate_json(arguments.manifest.read_bytes())
-    inner = manifest.run.inner
-    stream = Stream(load_corpus(), manifest.run_id, arguments.peer_id, 0)
+    run = RunConfig.model_validate_json(arguments.run.read_bytes())
+    inner = run.inner
+    stream = Stream(load_corpus(), "bare", "loop", 0)
     batches = [stream.next_batch(inner.batch_size, inner.sequence_length).to(device) for _ in range(BATCHES)]
-    model = build_model(manifest.run.model, seed=0).to(device).train()
-    prepare_layers(model, DevicesConfig(compile=arguments.compile))
+    model = build_model(run.model, seed=0).to(device).train()
+    compile_layers(model, compiled=arguments.compile)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=inner.lr,

@@ -1,7 +1,8 @@
 """Measures the shipped models on a GPU: tokens/s and utilisation compared with a bare loop, and the cost of a round.
 
     python -m tests.benchmarks gpu                 exit code 3 without a GPU
-    python -m tests.benchmarks.gpu --cpu           the same with tiny models on a CPU, to test the script
+    python -m tests.benchmarks.gpu --cpu --cases tiny,tiny:compiled,less-tiny
+                                                   the same with tiny models on a CPU, to test the script
 
 For `llama-150m` and `llama-1b`, each with layers as they are and compiled:
 
@@ -42,7 +43,7 @@ from node.diloco.outer import OuterOptimizer, genesis, mix, outer_step, pseudo_g
 from node.errors import MachineError
 from node.swarm.allreduce.reducer import ChunkLayout, chunk_layouts
 from node.training.device import ComputeDevice, choose_device
-from node.training.fit import GB, choose_execution, estimate_requirements, pass_bytes
+from node.training.fit import GB, choose_execution, peak_bytes
 from node.training.inner import Execution
 from node.training.model import CPU, build_model, prepare_layers, unit_elements
 from node.training.replica import Replica
@@ -65,7 +66,9 @@ TINY = (
     "--run.model.num_hidden_layers=2", "--run.inner.sequence_length=64", "--run.inner.batch_size=8",
     "--run.evaluation.batches=0", "--run.sync.codec=int4", "--limits.cpu_threads=1",
 )  # fmt: skip
-REPEATS = 5
+LAYERS = {"tiny": 2, "less-tiny": 4}
+"""With `--cpu`, the layers of each model."""
+REPEATS = 2
 STEPS = 4
 
 
@@ -128,7 +131,7 @@ def inner_loop(case: Case, pairs: int, seconds: float) -> tuple[list[Figure], li
     how, device = case.how, case.chosen.device
     flags = [*case.flags, f"--devices.micro_batch={how.micro_batch}", f"--devices.precision={how.precision}"]
     bare = ["--device", str(device), "--precision", how.precision, "--micro-batch", str(how.micro_batch)]
-    options = ["--loss", how.loss] + ["--compile"] * case.config.devices.compile
+    options = ["--loss", how.loss] + ["--compile"] * how.compiled
     turns = take_turns(pairs, seconds, case.config.limits.cpu_threads, flags, [*bare, *options])
     (ours, alone), ratios = turns.rates, turns.ratios
     figure = Figure(
@@ -209,11 +212,9 @@ def steps(case: Case, replica: Replica) -> tuple[float, Tensor, list[Figure], li
 
 def memory_figure(case: Case, used_bytes: int) -> Figure:
     """Compare the peak of memory with the formulas of `fit`, which `doctor` and the node use."""
-    needs = estimate_requirements(case.run, case.config, case.how.precision)
-    activations = pass_bytes(case.run, case.config.devices, case.how.precision, case.how.micro_batch)
     return Figure(
         name=f"{case.name}: peak memory, micro-batch {case.how.micro_batch}", unit="GB", ours=used_bytes / GB,
-        baseline=(needs.device_bytes + activations) / GB, baseline_name="GB forecast", low=0.9, high=1.1,
+        baseline=peak_bytes(case.run, case.config, case.how) / GB, baseline_name="GB forecast", low=0.9, high=1.1,
     )  # fmt: skip
 
 
@@ -267,8 +268,8 @@ def round_cost(case: Case, replica: Replica, anchor: Tensor, step_s: float) -> t
 
 def outer(case: Case, anchor: Tensor) -> list[str]:
     """Measure the outer step, which the host makes."""
-    state, mean = genesis(anchor), torch.randn(anchor.numel()) * 1e-3
-    took_s = timed_s(CPU, lambda: outer_step(state, mean, OuterOptimizer(), lr=0.7, tokens=1), 3)
+    state, mean = genesis(anchor), anchor * 1e-3
+    took_s = timed_s(CPU, lambda: outer_step(state, mean, OuterOptimizer(), lr=0.7, tokens=1), 1)
     return [f"{case.name}: the outer step on the host with {torch.get_num_threads()} threads in {took_s:.2f} s"]
 
 
@@ -285,7 +286,6 @@ class Report:
     def add(self, figures: Sequence[Figure], notes: Sequence[str]) -> None:
         self.figures += figures
         self.notes += notes
-        print(*notes, sep="\n", flush=True)
         self.result().save(RESULTS)
 
     def result(self) -> Result:
@@ -293,52 +293,55 @@ class Report:
         return Result(self.name, self.figures, [f"on {self.device}, {versions}", *self.notes], self.samples)
 
 
-def measure(report: Report, name: str, flags: Sequence[str], compiled: bool, pairs: int, seconds: float) -> None:
-    """Measure one model. `compiled` adds the same with compiled layers."""
-    case: Case | None = None
-    for words in ([], ["--devices.compile=true"])[: 1 + compiled]:
-        title = f"{name}, compiled" if words else name
-        case = case_of(title, [*flags, *words], None if case is None else case.model)
-        replica = begin(case)
-        step_s, sent, figures, notes = steps(case, replica)
-        report.add(figures, notes)
-        if not words:
-            anchor = sent.cpu() + 1e-3 * torch.randn(sent.numel())
+def measure(report: Report, case: Case, pairs: int, seconds: float, *, has_codecs: bool, has_round: bool) -> None:
+    """Measure one case. Its model is on the host afterwards, so that another case may use it."""
+    replica = begin(case)
+    step_s, sent, figures, notes = steps(case, replica)
+    report.add(figures, notes)
+    if has_codecs or has_round:
+        anchor = sent.cpu().mul_(1.001)
+        if has_codecs:
             report.add([], codecs(case, anchor, sent))
-            report.add(*round_cost(case, replica, anchor, step_s))
-            report.add([], outer(case, anchor))
-            del anchor
-        del replica, sent
-        case.model.to("cpu")
-        release(case.chosen.device)
-        if pairs:
-            figures, notes, samples = inner_loop(case, pairs, seconds)
-            report.samples[title] = samples
-            report.add(figures, notes)
+        report.add(*round_cost(case, replica, anchor, step_s))
+        report.add([], outer(case, anchor))
+        del anchor
+    del replica, sent
+    case.model.to("cpu")
+    release(case.chosen.device)
+    if pairs:
+        figures, notes, samples = inner_loop(case, pairs, seconds)
+        report.samples[case.name] = samples
+        report.add(figures, notes)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="tiny models on a CPU; no figure that says anything")
-    parser.add_argument("--presets", default="llama-150m,llama-1b")
-    parser.add_argument("--no-compile", action="store_true", help="only layers that are not compiled")
-    parser.add_argument("--pairs", type=int, default=6, help="of turns of the worker and the bare loop; 0: none")
+    parser.add_argument("--cases", default="llama-150m,llama-150m:compiled,llama-1b,llama-1b:compiled")
+    parser.add_argument("--turns", default="", help="the cases in which worker and bare loop take turns; default: all")
+    parser.add_argument("--pairs", type=int, default=6, help="of turns")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a turn")
     parser.add_argument("--rows", type=int, default=64, help="sequences of an inner step, in as many passes as needed")
     options = parser.parse_args()
     if not options.cpu and not torch.cuda.is_available():
         print("no GPU here: not measured")
         return MachineError.exit_code
-    if options.cpu:
-        flags = [*TINY, "--devices.device=cpu"]
-        cases = {"tiny": flags, "less tiny": [*flags, "--run.model.num_hidden_layers=4"]}
-    else:
-        rows = f"--run.inner.batch_size={options.rows}"
-        cases = {preset: [f"--run.preset={preset}", *TEXT, rows] for preset in options.presets.split(",")}
-    device = choose_device(load(file=None, environ={}, flags=next(iter(cases.values()))).config.devices, 0).name
-    report = Report("gpu_on_a_cpu" if options.cpu else "gpu", device)
-    for name, flags in cases.items():
-        measure(report, name, flags, not options.no_compile, options.pairs, options.seconds)
+    turns = (options.turns or options.cases).split(",")
+    report: Report | None = None
+    models: dict[str, nn.Module] = {}
+    for title in options.cases.split(","):
+        name, _, compiled = title.partition(":")
+        flags = [f"--devices.compile={'on' if compiled else 'off'}"]
+        if options.cpu:
+            flags += [*TINY, "--devices.device=cpu", f"--run.model.num_hidden_layers={LAYERS[name]}"]
+        else:
+            flags += [f"--run.preset={name}", *TEXT, f"--run.inner.batch_size={options.rows}"]
+        case = case_of(title, flags, models.get(name))
+        report = report or Report("gpu_on_a_cpu" if options.cpu else "gpu", case.chosen.name)
+        pairs = options.pairs if title in turns else 0
+        measure(report, case, pairs, options.seconds, has_codecs=not models, has_round=name not in models)
+        models = {name: case.model}
+    assert report is not None
     return report.result().conclude()
 
 

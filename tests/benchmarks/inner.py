@@ -161,21 +161,23 @@ def take_turns(pairs: int, seconds: float, threads: int, flags: Sequence[str] = 
         folder = Path(name)
         config = load(file=None, environ={}, flags=[*_flags(folder / "node", threads), *flags]).config
         (folder / "node").mkdir()
-        with Worker(config, folder / "worker.log") as worker:
-            report = worker.wait_trained(steps=10)
+        (folder / "run.json").write_text(config.run.model_dump_json(), encoding="utf-8")
+        arguments = ["--run", str(folder / "run.json"), "--threads", str(threads), *bare]
+        with (
+            Worker(config, folder / "worker.log") as worker,
+            Helper("tests.benchmarks.bare_loop", arguments, folder / "bare.log", WORKER_ENVIRONMENT) as loop,
+        ):
+            threads = loop.hear(START_S)["threads"]
+            loop.ask(START_S, seconds=WARM_S)
+            worker.wait_trained(steps=5)
             worker.pause()
-            arguments = ["--manifest", str(folder / "node" / "manifest.json"), "--peer-id", report.peer_id]
-            arguments += ["--threads", str(threads), *bare]
-            with Helper("tests.benchmarks.bare_loop", arguments, folder / "bare.log", WORKER_ENVIRONMENT) as loop:
-                threads = loop.hear(START_S)["threads"]
-                loop.ask(START_S, seconds=WARM_S)
-                for number in range(pairs):
-                    turns = [0, 1] if number % 2 else [1, 0]
-                    for turn in turns:
-                        if turn:
-                            ours.append(worker.measure(seconds))
-                        else:
-                            alone.append(loop.ask(REPORT_S + seconds, seconds=seconds))
+            for number in range(pairs):
+                turns = [0, 1] if number % 2 else [1, 0]
+                for turn in turns:
+                    if turn:
+                        ours.append(worker.measure(seconds))
+                    else:
+                        alone.append(loop.ask(REPORT_S + seconds, seconds=seconds))
     return Turns(ours, alone, threads)
 
 

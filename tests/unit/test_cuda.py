@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from node.config.manifest import RunConfig
-from node.config.schema import DevicesConfig
+from node.config.schema import Config, DevicesConfig
 from node.diloco.codec import CODECS, make_codec
 from node.errors import MachineError
 from node.training.cuda import Cuda
 from node.training.device import choose_device, describe, free_device_bytes
-from node.training.fit import choose_execution, pass_bytes
+from node.training.fit import choose_execution, execution, peak_bytes
 from node.training.inner import Execution, InnerLoop
 from node.training.model import build_model, prepare_layers, unit_elements
 from node.training.replica import Replica
@@ -88,12 +88,15 @@ def test_a_step_in_bf16_on_a_gpu_has_nearly_the_loss_of_the_cpu_in_fp32() -> Non
     assert on_gpu == pytest.approx(on_cpu, rel=3e-3)
 
 
+@pytest.mark.filterwarnings("ignore")  # Ignore the warnings of torch's compiler.
 def test_compiled_layers_have_the_loss_of_layers_that_are_not_compiled() -> None:
-    run, devices = run_of(), DevicesConfig(compile=True, micro_batch=4)
+    run, devices = run_of(), DevicesConfig(micro_batch=4)
     plain, compiled = build_model(run.model, seed=0), build_model(run.model, seed=0)
-    prepare_layers(compiled, devices)
     how = choose_execution(compiled, run, choose_device(devices, 1), devices)
-    replicas = [Replica(model, run.inner, GPU, how) for model in (plain, compiled)]
+    assert how.compiled and how.loss == "compiled"
+    replicas = [
+        Replica(plain, run.inner, GPU, Execution("bf16", 4)), Replica(compiled, run.inner, GPU, how)
+    ]  # fmt: skip
     replicas[1].warm_up(4, run.inner.sequence_length)
     batch = batch_of(run)
     for _ in range(3):
@@ -132,24 +135,26 @@ def test_a_device_without_room_for_one_sequence_is_named_with_the_remedy(whole_m
     assert raised.value.code == "out_of_memory"
 
 
-@pytest.mark.parametrize("layers_are_recomputed", [False, True])
-def test_peak_memory_of_a_step_is_close_to_the_formula(layers_are_recomputed: bool) -> None:
+@pytest.mark.filterwarnings("ignore")  # Ignore the warnings of torch's compiler.
+@pytest.mark.parametrize("what", ["plain", "recomputed", "compiled"])
+def test_peak_memory_of_a_step_is_close_to_the_formula(what: str) -> None:
     run = run_of(32, hidden_size=1024, intermediate_size=2688, num_attention_heads=16, num_key_value_heads=16)
-    devices = DevicesConfig(activation_checkpointing=layers_are_recomputed)
+    devices = DevicesConfig(activation_checkpointing=what == "recomputed", compile=what == "compiled", micro_batch=32)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(GPU)
     before = torch.cuda.memory_allocated(GPU)
     model = build_model(run.model, seed=0)
     prepare_layers(model, devices)
-    replica = Replica(model, run.inner, GPU, Execution("bf16", 32))
+    how = execution(run, choose_device(devices, 1), devices, 32, compiled=what == "compiled")
+    replica = Replica(model, run.inner, GPU, how)
     replica.step(batch_of(run), 1e-4)
     parameters = sum(unit_elements(run.model))
     sent = replica.take(((0, parameters),), on_host=False)
     replica.step(batch_of(run), 1e-4)
     assert sent.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(GPU) - before
-    formula = 22 * parameters + pass_bytes(run, devices, "bf16", 32)
-    print(f"peak {peak / 1e9:.3f} GB, formula {formula / 1e9:.3f} GB, {pass_bytes(run, devices, 'bf16', 32) / 1e9:.3f}")
+    formula = peak_bytes(run, Config(devices=devices), how)
+    print(f"{what}: peak {peak / 1e9:.3f} GB, formula {formula / 1e9:.3f} GB")
     assert peak == pytest.approx(formula, rel=0.1)
 
 

@@ -235,11 +235,12 @@ def test_too_little_memory_for_one_sequence_is_an_error_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    "devices",
+    ("devices", "how"),
     [
-        DevicesConfig(activation_checkpointing=True),
+        (DevicesConfig(activation_checkpointing=True), Execution()),
         pytest.param(
-            DevicesConfig(compile=True),
+            DevicesConfig(),
+            Execution("fp32", 3, "compiled", compiled=True),
             marks=pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++"),
         ),
     ],
@@ -248,14 +249,14 @@ def test_too_little_memory_for_one_sequence_is_an_error_with_a_remedy() -> None:
 @pytest.mark.filterwarnings("ignore")  # Ignore the warnings of torch's compiler.
 @pytest.mark.timeout(400)  # The compiler takes 25 s of CPU time.
 def test_recomputed_or_compiled_layers_do_not_change_the_inner_step(
-    devices: DevicesConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    devices: DevicesConfig, how: Execution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The compiler's cache on the disk ignores ATEN_CPU_CAPABILITY: it returns code for another instruction set.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     whole_model, whole = loop()
     model = build_model(TINY, seed=1)
     prepare_layers(model, devices)
-    inner = InnerLoop(model, CFG, CPU)
+    inner = InnerLoop(model, CFG, CPU, how)
     for batch in batches(3):
         whole.step(batch, 1e-3), inner.step(batch, 1e-3)
     torch.testing.assert_close(flatten(model), flatten(whole_model), rtol=1e-4, atol=1e-6)
