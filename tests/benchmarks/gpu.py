@@ -130,6 +130,7 @@ def utilization(case: Case, tokens_s: float) -> str:
 def inner_loop(case: Case, pairs: int, seconds: float) -> tuple[list[Figure], list[str], dict[str, object]]:
     how, device = case.how, case.chosen.device
     flags = [*case.flags, f"--devices.micro_batch={how.micro_batch}", f"--devices.precision={how.precision}"]
+    flags.append("--checkpoint.keep=1")  # The disk of a lent machine may be small.
     bare = ["--device", str(device), "--precision", how.precision, "--micro-batch", str(how.micro_batch)]
     options = ["--loss", how.loss] + ["--compile"] * how.compiled
     turns = take_turns(pairs, seconds, case.config.limits.cpu_threads, flags, [*bare, *options])
