@@ -17,6 +17,8 @@ from node.errors import MachineError
 from node.host import memory
 from node.host.cgroup import MemoryLimit
 from node.host.ports import LISTEN_PORT_FILE, PortFile
+from node.training.device import ComputeDevice
+from node.training.inner import Execution
 
 PEER = "12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
 TINY = """
@@ -79,12 +81,21 @@ def test_doctor_warns_of_a_high_outer_momentum_in_a_run_of_few_rounds(doctor: Do
 
 
 def test_doctor_warns_of_rounds_that_take_longer_than_a_night(monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:
-    monkeypatch.setattr(doctor_module, "_measure", lambda *_: (1800.0, 1.0))
+    monkeypatch.setattr(doctor_module, "_measure", lambda *_: (1800.0, 1.0, Execution()))
     code, lines = doctor("--run.round.inner_steps", "100")
     (line,) = lines_with(lines, "inner steps of")
     assert code == 0 and line.startswith("warn") and "50 h 00 min" in line and "smaller model" in line
     (line,) = lines_with(doctor("--run.round.inner_steps", "1")[1], "inner steps of")
     assert line.startswith("ok") and "30 min 00 s" in line
+
+
+def test_doctor_tells_the_gpu_memory_that_steps_need(monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:
+    how, gpu = Execution("bf16", 8, "compiled", compiled=True), ComputeDevice(torch.device("cuda"), "bf16", "A GPU")
+    monkeypatch.setattr(doctor_module, "choose_device", lambda *_, **__: gpu)
+    monkeypatch.setattr(doctor_module, "_check_resources", lambda *_: ())
+    monkeypatch.setattr(doctor_module, "_measure", lambda *_: (0.1, 0.01, how))
+    (line,) = lines_with(doctor()[1], "The steps need about")
+    assert line.startswith("ok") and "GB of GPU memory, with 8 sequences at once in bf16 and compiled layers." in line
 
 
 def test_doctor_says_that_it_measures_before_it_does(monkeypatch: pytest.MonkeyPatch, doctor: Doctor) -> None:
