@@ -13,6 +13,7 @@ runs at the lowest priority. The report is results/book.md.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -125,9 +126,20 @@ def write(store: cells.Store, chapters: dict[str, list[Claim]], name: str) -> No
     ]
     for chapter, ones in found.items():
         lines += ["", f"## {chapter.capitalize()}", "", f"`make book ARGS={chapter}`", "", *report.table(ones)]
+    lines += ["", "## A larger model", "", "`python -m tests.benchmarks.book.large`", "", *larger()]
     lines += ["", "## Grids", "", "`make book ARGS=--grids`: means of two seeds.", "", *report.grids(store)]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
     print(f"{len(findings)} claims: {report.summary(findings)}. The book is {RESULTS / f'{name}.md'}.")
+
+
+def larger() -> list[str]:
+    """What the leg with 20 million parameters has found, if a GPU has run it."""
+    try:
+        found = json.loads((RESULTS / "book_large.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ["20 million parameters, 0.5 G tokens, 8 workers against data parallel: **not run**, as it needs a GPU."]
+    figures = [f"- **{one['name']}: {100 * (one['ratio'] - 1):+.1f} % of loss.**" for one in found["figures"]]
+    return [f"At commit {found['commit']}, {found['at']}.", "", *figures, *(f"- {note}" for note in found["notes"])]
 
 
 if __name__ == "__main__":
