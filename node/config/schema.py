@@ -28,11 +28,8 @@ def _check_mbit_s(mbit_s: float) -> float:
 
 
 def _on_or_off(value: object) -> object:
-    return (
-        {True: "on", "true": "on", False: "off", "false": "off"}.get(value, value)
-        if isinstance(value, bool | str)
-        else value
-    )
+    names = {True: "on", "true": "on", False: "off", "false": "off"}
+    return names.get(value, value) if isinstance(value, bool | str) else value
 
 
 ON_OFF = BeforeValidator(_on_or_off)

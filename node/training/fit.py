@@ -130,7 +130,7 @@ def pass_bytes(
         kept = layer * model.num_hidden_layers
     loss = _loss_kind(run, devices, rows, compiled=compiled)
     logits = min(tokens, LOSS_TOKENS) if loss == "chunked" else tokens
-    logit_bytes = COMPILED_LOGIT_BYTES if loss == "compiled" else LOGIT_BYTES
+    logit_bytes = LOGIT_BYTES if loss != "compiled" else COMPILED_LOGIT_BYTES * (2 if precision == "fp32" else 1)
     return float(tokens * kept + logits * logit_bytes * model.vocab_size)
 
 
@@ -144,7 +144,7 @@ def _loss_kind(run: RunConfig, devices: DevicesConfig, rows: int, *, compiled: b
 
 
 def peak_bytes(run: RunConfig, config: Config, how: Execution) -> float:
-    """The memory of the device that the steps of one rank need with this execution, by the formulas of this module."""
+    """The memory of the device that the steps of a node with one rank need, by the formulas of this module."""
     needs = estimate_requirements(run, config, how.precision)
     rows = pass_bytes(run, config.devices, how.precision, how.micro_batch, compiled=how.compiled)
     return needs.device_bytes + rows

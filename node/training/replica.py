@@ -67,10 +67,12 @@ class Replica:
         return self.inner.step(batch, lr, fault_hook, after_micro_batch)
 
     def warm_up(self, rows: int, length: int) -> None:
-        """Make a pass without effect to compile the layers. Raises MachineError with code NO_COMPILER if that fails."""
+        """Make passes without effect to compile the layers. Raises MachineError with code NO_COMPILER if that fails."""
         self._broadcast("warm_up", rows, length)
         try:
-            self.inner.probe(torch.zeros(rows, length + 1, dtype=torch.int64))
+            batch = torch.zeros(rows, length + 1, dtype=torch.int64)
+            self.inner.probe(batch)
+            self.inner.loss_of(batch)  # An evaluation is compiled by itself.
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, OSError, SubprocessError) as exc:

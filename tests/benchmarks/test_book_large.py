@@ -10,6 +10,7 @@ import torch
 
 from node.diloco.outer import OuterOptimizer
 from node.training.corpus import load_corpus
+from node.training.inner import evaluate
 from tests.benchmarks.book import __main__ as book
 from tests.benchmarks.book import large
 from tests.benchmarks.figures import Figure, Result
@@ -40,7 +41,7 @@ def test_one_worker_with_a_plain_outer_step_of_rate_one_is_ordinary_training(
     text = setting.batches(0, setting.rows)
     for step in range(setting.steps):
         loop.step(next(text), setting.lr(step))
-    assert arm.loss == pytest.approx(large.evaluate(loop.loss_of, setting.held_out), rel=1e-4)
+    assert arm.loss == pytest.approx(evaluate(loop.loss_of, setting.held_out), rel=1e-4)
 
 
 def test_the_report_says_whether_a_gpu_has_run_the_leg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

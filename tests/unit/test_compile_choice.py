@@ -21,7 +21,7 @@ from node.training.accelerator import ACCELERATORS
 from node.training.cuda import Cuda, Rocm
 from node.training.device import ComputeDevice, choose_device
 from node.training.fit import choose_execution, pass_bytes
-from node.training.inner import InnerLoop
+from node.training.inner import Execution, InnerLoop
 from node.training.model import build_model
 from node.training.replica import Replica
 from tests.limited_device import LimitedDevice
@@ -138,6 +138,15 @@ def test_auto_trains_without_compiled_layers_if_the_compiler_fails(
 def test_a_compiler_that_fails_ends_a_node_that_must_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match=r"set devices\.compile to off"):
         start_with_a_broken_compiler("on", monkeypatch)
+
+
+def test_the_warm_up_compiles_steps_and_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation that was compiled later would look like a hang."""
+    seen: list[tuple[str, torch.Size]] = []
+    for name in ("probe", "loss_of"):
+        monkeypatch.setattr(InnerLoop, name, lambda _, batch, name=name: seen.append((name, batch.shape)))
+    Replica(build_model(RUN.model, seed=0), RUN.inner, CPU, Execution()).warm_up(4, 64)
+    assert seen == [("probe", (4, 65)), ("loss_of", (4, 65))]
 
 
 def start_with_a_broken_compiler(wanted: Any, monkeypatch: pytest.MonkeyPatch) -> Replica:
