@@ -19,6 +19,8 @@ SERIAL = PLAIN.but(steps=STEPS * WORKERS)
 SPEEDS = (1.0, 1.0, 0.25, 0.0625)
 ANCHOR_SEEDS = 10
 """Seeds of the claims whose limit is narrow."""
+WHY_SEEDS = 4
+"""Seeds of claims that explain another one."""
 
 
 MUON = BASE.but(inner="muon", inner_lr=16e-3)
@@ -310,6 +312,28 @@ LOST = [
         )
     ),
 ]
+
+LOST += [
+    Claim(
+        f"drop-50-{name}-{rule}",
+        f"Losing 50 % costs at most 3 % {when}"
+        + (", if the worker moves to the new anchor." if rule == "carry" else ", if the worker trains on."),
+        "DiLoCo, figure 8",
+        "50 % lost: +2.1 % at most, with different shards",
+        BASE.but(drop=0.5, drop_rule=rule, **start, **settings),
+        BASE.but(**start),
+        BELOW,
+        3.0,
+        note=note,
+        seeds=WHY_SEEDS,
+    )
+    for name, when, start, note in (
+        ("more-rounds", "if rounds are three times as many", {"inner_steps": 10}, "96 rounds instead of 32."),
+        ("pretrained", "after a start by one worker", {"pretrain": 0.25}, "The paper starts so. 24 rounds."),
+    )
+    for rule, settings in (("carry", {}), ("stay", {"weights": "uniform", "clip": False}))
+]
+"""What explains the cost of lost contributions here: too few rounds, or the start from scratch."""
 
 PRUNED = [
     Claim(
