@@ -2,12 +2,12 @@
 
     python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs] [load] [pause]
     python -m tests.benchmarks slow_peer | slow_line | churn | scaling | hostile | join | homes
-    python -m tests.benchmarks gpu | tab | beside
+    python -m tests.benchmarks gpu | shared_gpu | tab | beside
     python -m tests.benchmarks publishing | kills | stops
 
-Only the benchmarks of the first line run by default. Those of the second line take about 15 minutes each. `gpu` and
-`tab` exit with code 3 without a GPU or a browser. `kills` takes half an hour, and `stops` takes two hours. Each has its
-own options: `python -m tests.benchmarks.rounds --help`. Full results are in results/*.json.
+Only the benchmarks of the first line run by default. Those of the second line take about 15 minutes each. `gpu`,
+`shared_gpu` and `tab` exit with code 3 without a GPU or a browser. `kills` takes half an hour, and `stops` takes two
+hours. Each has its own options: `python -m tests.benchmarks.rounds --help`. Full results are in results/*.json.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ LONG = (
     "join",
     "homes",
     "gpu",
+    "shared_gpu",
     "tab",
     "beside",
     "kills",

@@ -1,6 +1,7 @@
 """Several nodes train on one GPU. One is killed by SIGKILL in the middle, and all are paused and killed at the end.
 
     python -m tests.benchmarks.shared_gpu [--nodes 2,4] [--rounds 20]      exit code 3 without a GPU
+    python -m tests.benchmarks.shared_gpu --cpu                            a tiny model on the CPU, to test the script
 
 The nodes are real ones on loopback. All must agree on the digest of each round. The memory that a process holds on the
 device is read from NVML. A paused or killed node must hold none. Nothing else may use the device meanwhile.
@@ -33,6 +34,9 @@ RUN = small_run(
 )  # fmt: skip
 RUN["model"] |= {"hidden_size": 512, "intermediate_size": 1344, "num_hidden_layers": 6, "num_attention_heads": 8}
 RUN["model"] |= {"num_key_value_heads": 8}
+TINY_RUN = small_run(
+    "shared-cpu", round={"policy": "steps", "inner_steps": 20, "min_peers": 1}, evaluation={"batches": 0}
+)
 FREE_S = 5.0
 START_S = 120.0
 ROUND_S = 20.0
@@ -77,6 +81,26 @@ class Memory:
             f"the device's memory is free: {self.held_mb(pids):.0f} MB, {self.users()}",
         )
         return time.monotonic() - began_s
+
+
+class HostMemory(Memory):
+    """The memory of processes of this machine, in place of a device's."""
+
+    def __init__(self) -> None:
+        self.before_mb, self.knows_users = 0.0, True
+
+    def name(self) -> str:
+        return "the CPU"
+
+    def used_mb(self) -> float:
+        return sum(self.users().values())
+
+    def users(self) -> dict[int, float]:
+        found = {}
+        for process in psutil.process_iter(["pid", "status", "memory_info"]):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and process.info["memory_info"] is not None:
+                found[process.pid] = process.info["memory_info"].rss / MB
+        return found
 
 
 @dataclass(slots=True)
@@ -126,9 +150,10 @@ def kill(node: Node) -> None:
     node.end_by_force()
 
 
-def play(folder: Path, count: int, rounds: int, device: Sequence[str]) -> Found:
-    found, memory = Found(count), Memory()
-    with Swarm(folder, RUN) as swarm, logs_on_error(swarm):
+def play(folder: Path, count: int, rounds: int, *, on_cpu: bool) -> Found:
+    device = [f"--devices.device={'cpu' if on_cpu else 'cuda'}"]
+    found, memory = Found(count), HostMemory() if on_cpu else Memory()
+    with Swarm(folder, TINY_RUN if on_cpu else RUN) as swarm, logs_on_error(swarm):
         swarm.found(*device).until_training(START_S)
         note("the founder trains")
         nodes = [swarm.nodes[0], *swarm.join(*(f"n{number}" for number in range(1, count)), flags=device)]
@@ -194,22 +219,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="2,4")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not options.cpu and not torch.cuda.is_available():
         print("no GPU here: not measured")
         return MachineError.exit_code
     end_all_on_sigterm()
     figures, notes, samples = [], [], {}
     for count in map(int, options.nodes.split(",")):
         with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
-            found = play(Path(name) / "swarm", count, options.rounds, ["--devices.device=cuda"])
+            found = play(Path(name) / "swarm", count, options.rounds, on_cpu=options.cpu)
         figures += figures_of(found, options.rounds)
         held = ", ".join(f"{one:,.0f}" for one in found.held_mb)
         notes.append(
             f"{count} nodes: {found.round_s:.2f} s a round, {found.tokens_s:,.0f} tokens/s together, {held} MB held"
         )
         samples[str(count)] = {"held_mb": found.held_mb, "left_mb": found.left_mb, "round_s": found.round_s}
-    return Result("shared_gpu", figures, [f"on {Memory().name()}", *notes], samples).conclude()
+    name = (HostMemory() if options.cpu else Memory()).name()
+    return Result("shared_cpu" if options.cpu else "shared_gpu", figures, [f"on {name}", *notes], samples).conclude()
 
 
 if __name__ == "__main__":

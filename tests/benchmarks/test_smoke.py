@@ -41,7 +41,10 @@ SMOKE = {
     "sync": "--cells 500:2:blocking:fp16:2,500:2:hivemind:fp16:2 --rounds 1",
     "tab": "--seconds 2",
 }
-OPTIONS = {"load_public": ("load", "--public --seconds 2 --slice 1 --rate 20")}
+OPTIONS = {
+    "load_public": ("load", "--public --seconds 2 --slice 1 --rate 20"),
+    "shared_cpu": ("shared_gpu", "--cpu --nodes 2 --rounds 2"),
+}
 """Other measurements of a benchmark, by the name of their result."""
 CASES = {**{name: (name, words) for name, words in SMOKE.items()}, **OPTIONS}
 WITHOUT_RESULT = {"gossip_model", "sync"}
@@ -85,4 +88,5 @@ def test_each_benchmark_runs_to_its_end_at_a_tiny_size(name: str, tmp_path: Path
 def test_each_benchmark_is_listed_with_a_tiny_size() -> None:
     modules = {path.stem for path in Path(__file__).parent.glob("*.py") if "add_argument" in path.read_text()}
     helpers = {"__main__", "bare_loop", "round_peer_hivemind", "round_peer_ours", "test_smoke"}
-    assert modules - helpers == {*SMOKE, "gpu"}, "tests/swarm/test_gpu_benchmark.py runs gpu"
+    listed = {*SMOKE, *(module for module, _ in OPTIONS.values())}
+    assert modules - helpers == {*listed, "gpu"}, "tests/swarm/test_gpu_benchmark.py runs gpu"
