@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import psutil
 
@@ -53,21 +54,31 @@ class NotHere(Exception):
 
 
 def run(name: str) -> list[Figure]:
-    """Run one benchmark. Returns all its figures, or none if it crashed. Raises NotHere."""
+    """Run one benchmark. Returns all its figures, or none if it crashed. Raises NotHere.
+
+    An earlier result stays until the benchmark replaces it.
+    """
     file = RESULTS / f"{name}.json"
-    file.unlink(missing_ok=True)
+    before_ns = _written_ns(file)
     limit_s = LIMITS_S.get(name, LONG_LIMIT_S if name in LONG else LIMIT_S)
     try:
         command = [sys.executable, "-m", f"tests.benchmarks.{name}"]
         done = subprocess.run(command, cwd=ROOT, timeout=limit_s, check=False)
         if done.returncode == NOT_HERE:
             raise NotHere
+        if _written_ns(file) == before_ns:
+            raise FileNotFoundError(f"exit code {done.returncode}, and no result was written")
         content = json.loads(file.read_text(encoding="utf-8"))
     except (subprocess.SubprocessError, OSError) as exc:
         print(f"{name}: did not end well: {exc}", file=sys.stderr)
         return []
     known = {field.name for field in fields(Figure)}
     return [Figure(**{key: value for key, value in one.items() if key in known}) for one in content["figures"]]
+
+
+def _written_ns(file: Path) -> int:
+    """When the file was written; 0 if there is none."""
+    return file.stat().st_mtime_ns if file.exists() else 0
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,13 +143,6 @@ def worker_pids(node: Node) -> set[int]:
     return {process.pid for process in node.with_word("node.worker")}
 
 
-def kill(node: Node) -> None:
-    for process in node.processes():
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    node.end_by_force()
-
-
 def play(folder: Path, count: int, rounds: int, *, on_cpu: bool) -> Found:
     device = [f"--devices.device={'cpu' if on_cpu else 'cuda'}"]
     found, memory = Found(count), HostMemory() if on_cpu else Memory()
@@ -171,7 +164,7 @@ def play(folder: Path, count: int, rounds: int, *, on_cpu: bool) -> Found:
         found.held_mb = [memory.held_mb(worker_pids(node)) for node in nodes]
         last, before_mb = nodes[-1], memory.held_mb(set())
         pids, kill_s = worker_pids(last), time.monotonic()
-        kill(last)
+        last.end_by_force()
         # Without figures of processes, about the killed node's share of all memory must be free.
         found.killed_s = memory.freed_after_s(pids, before_mb * (1 - 0.5 / count), kill_s)
         note(f"a node was killed, its memory was free after {found.killed_s:.1f} s")
@@ -181,7 +174,8 @@ def play(folder: Path, count: int, rounds: int, *, on_cpu: bool) -> Found:
         for node in nodes:
             node.until_round(first + rounds, ROUND_S * rounds)
         common = common_rounds(nodes)
-        found.rounds, found.forks = len(common), sum(len(digests) > 1 for digests in common.values())
+        found.forks = sum(len(digests) > 1 for digests in common.values())
+        found.rounds = len(common) - found.forks
         note(f"{found.rounds} rounds, {found.forks} forks")
         pids, pause_s = set().union(*map(worker_pids, nodes)), time.monotonic()
         for node in nodes:
@@ -196,7 +190,7 @@ def play(folder: Path, count: int, rounds: int, *, on_cpu: bool) -> Found:
         nodes[0].until_round(first + rounds + 1, ROUND_S * rounds)
         pids, kill_s = set().union(*map(worker_pids, nodes)), time.monotonic()
         for node in nodes:
-            kill(node)
+            node.end_by_force()
         found.ended_s = memory.freed_after_s(pids, 64.0, kill_s)
         found.left_mb["killed"] = memory.held_mb(pids)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,17 +17,26 @@ from tests.benchmarks.processes import ROOT
 from tests.swarm.harness import environment, tiny
 
 
-def run(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *words]
+def run(results: Path, *words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    command, variables = [sys.executable, "-m", *words], environment({"BENCHMARK_RESULTS": str(results)})
     return subprocess.run(
-        command, cwd=ROOT, env=environment({}), capture_output=True, text=True, timeout=timeout_s, check=False
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
     )
 
 
 @pytest.mark.timeout(240)
-def test_gpu_benchmark_runs_with_tiny_models_on_a_cpu() -> None:
+def test_gpu_benchmark_runs_with_tiny_models_on_a_cpu(tmp_path: Path) -> None:
     done = run(
-        "tests.benchmarks.gpu", "--cpu", "--cases", "tiny,less-tiny", "--pairs", "1", "--seconds", "1", timeout_s=220
+        tmp_path,
+        "tests.benchmarks.gpu",
+        "--cpu",
+        "--cases",
+        "tiny,less-tiny",
+        "--pairs",
+        "1",
+        "--seconds",
+        "1",
+        timeout_s=220,
     )
     assert done.returncode == 0, done.stderr
     for words in ("tokens/s", "a pseudo-gradient of", "topk", "merge", "less-tiny: a step", "not measured on a CPU"):
@@ -35,9 +45,13 @@ def test_gpu_benchmark_runs_with_tiny_models_on_a_cpu() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("words", [("tests.benchmarks", "gpu"), ("tests.benchmarks.gpu",)])
-def test_gpu_benchmark_ends_with_exit_code_3_without_a_gpu(words: tuple[str, ...]) -> None:
-    done = run(*words, timeout_s=100)
+def test_gpu_benchmark_ends_with_exit_code_3_without_a_gpu_and_keeps_an_earlier_result(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "gpu.json").write_text("from a machine with a GPU")
+    done = run(tmp_path, *words, timeout_s=100)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (3, "no GPU here: not measured"), done.stderr
+    assert (tmp_path / "gpu.json").read_text() == "from a machine with a GPU"
 
 
 @pytest.mark.parametrize("tied", [True, False])
