@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sysconfig
 import warnings
@@ -129,7 +130,7 @@ def test_auto_trains_without_compiled_layers_if_the_compiler_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica = start_with_a_broken_compiler("auto", monkeypatch)
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert told.startswith("This node trains without compiled layers") and "install a C++ compiler" in told
     assert told.endswith("(cc: not found)")
     batch = torch.randint(RUN.model.vocab_size, (4, RUN.inner.sequence_length + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 
@@ -46,4 +47,4 @@ def test_warnings_that_any_web_page_can_cause_are_not_logged(caplog: pytest.LogC
         finally:
             server.should_exit = True
             thread.join(20)
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == []
