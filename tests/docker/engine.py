@@ -199,19 +199,27 @@ def secrets(folder: Path) -> Iterator[tuple[list[str], str]]:
 
 
 def build(
-    docker: Engine, folder: Path, arch: str = "", source: Path = ROOT, image: str = IMAGE, timeout_s: float = BUILD_S
+    docker: Engine,
+    folder: Path,
+    arch: str = "",
+    source: Path = ROOT,
+    image: str = IMAGE,
+    timeout_s: float = BUILD_S,
+    target: str = "cpu",
 ) -> str:
-    """Run `make image` for the CPU in a checkout. Returns the mark in the secrets of the build.
+    """Run `make image` in a checkout. Returns the mark in the secrets of the build.
 
     Args:
         folder: for the settings of pip.
         arch: the architecture, by default that of this machine.
+        target: `cpu`, `cuda` or `rocm`.
     """
     arch = arch or own_architecture()
     arguments = f"--network host --build-arg BASE_IMAGE={make_base(docker, arch)} --build-arg TORCH_INDEX_URL="
     with secrets(folder) as (words, mark):
         done = subprocess.run(
-            ["make", "image", f"DOCKER={docker.client}", f"IMAGE={image}", "IMAGE_DASHBOARD=prebuilt",
+            ["make", "image", f"DOCKER={docker.client}", f"IMAGE={image}", f"TARGET={target}",
+             "IMAGE_DASHBOARD=prebuilt",
              f"IMAGE_ARGS={arguments} --platform linux/{arch} --progress plain {' '.join(words)}"],
             cwd=source, env=docker.environment, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
