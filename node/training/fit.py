@@ -25,7 +25,7 @@ from node.config.schema import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
 from node.host.disk_quota import LEAST_BYTES, META_BYTES, quota_bytes
-from node.host.memory import available_memory_bytes, memory_remedy, own_memory_bytes
+from node.host.memory import available_memory_bytes, memory_remedy, memory_size_bytes, own_memory_bytes
 from node.training.algorithm import feedback_of, optimizer_of
 from node.training.device import ComputeDevice, free_device_bytes
 from node.training.inner import Execution, InnerLoop
@@ -181,8 +181,10 @@ def compare_resources(
         yield "GPU memory", device + needs.row_bytes, free_bytes, remedy
     else:
         host += ranks * (device + needs.row_bytes)
-    # `host` includes memory that this process already uses, so add that to the free memory.
-    yield "memory", host, available_memory_bytes() + own_memory_bytes(), memory_remedy()
+    # `host` includes memory that this process already uses, so add that to the free memory. A part of it may be shared
+    # with other containers and not count towards this one's limit.
+    free_host_bytes = min(available_memory_bytes() + own_memory_bytes(), memory_size_bytes())
+    yield "memory", host, free_host_bytes, memory_remedy()
     folder = _existing_parent(config.node.data_dir)
     remedy = f"free some space in {folder}, or choose another folder with --data-dir"
     quota = quota_bytes(config.limits.disk_gb)

@@ -216,11 +216,12 @@ def build(
     """
     arch = arch or own_architecture()
     arguments = f"--network host --build-arg BASE_IMAGE={make_base(docker, arch)} --build-arg TORCH_INDEX_URL="
+    progress = "" if docker.client == "podman" else "--progress plain"
     with secrets(folder) as (words, mark):
         done = subprocess.run(
             ["make", "image", f"DOCKER={docker.client}", f"IMAGE={image}", f"TARGET={target}",
              "IMAGE_DASHBOARD=prebuilt",
-             f"IMAGE_ARGS={arguments} --platform linux/{arch} --progress plain {' '.join(words)}"],
+             f"IMAGE_ARGS={arguments} --platform linux/{arch} {progress} {' '.join(words)}"],
             cwd=source, env=docker.environment, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -134,6 +134,15 @@ def test_refusal_of_a_run_names_the_limit_of_the_container(tmp_path: Path, monke
     assert (caught.value.exit_code, caught.value.code) == (3, "does_not_fit")
 
 
+def test_free_memory_is_never_more_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared pages of this process may count towards another container."""
+    monkeypatch.setattr(memory, "memory_limit", lambda: SMALL)
+    monkeypatch.setattr(fit, "own_memory_bytes", lambda: 500 * MIB)
+    config = Config(node=NodeConfig(data_dir=tmp_path))
+    with pytest.raises(MachineError, match=r"0\.537 GB are free: raise the memory limit"):
+        check_fit(config.run, config, choose_device(DevicesConfig(device="cpu"), 1))
+
+
 def test_worker_is_refused_only_by_a_limit_that_it_would_exceed_at_its_start() -> None:
     assert worker_lack(None) == ""
     assert worker_lack(MemoryLimit(WORKER_BYTES, 0, "memory.max")) == ""
