@@ -367,7 +367,7 @@ PRUNED += [
         BELOW,
         1.0,
         note=note,
-        seeds=WHY_SEEDS,
+        seeds=ANCHOR_SEEDS if raised else WHY_SEEDS,
     )
     for name, when, settings, raised, note in (
         *((name, when, settings, {}, note) for name, when, settings, note in WHY),
