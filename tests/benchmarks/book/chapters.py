@@ -317,9 +317,15 @@ LOST = [
 
 WHY: list[tuple[str, str, dict[str, object], str]] = [
     ("more-rounds", "if rounds are three times as many", {"inner_steps": 10}, "96 rounds instead of 32."),
+    (
+        "long-rounds",
+        "if rounds are four times as long",
+        {"inner_steps": 120, **H_120},
+        "8 rounds. The paper's H is 500.",
+    ),
     ("pretrained", "after a start by one worker", {"pretrain": 0.25}, "The paper starts so. 24 rounds."),
 ]
-"""What may explain a cost that the paper does not have: too few rounds, or the start from scratch."""
+"""What may explain a cost that the paper does not have: too few or too short rounds, or the start from scratch."""
 
 LOST += [
     Claim(
