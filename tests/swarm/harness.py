@@ -91,7 +91,7 @@ def command(*words: str, env: Mapping[str, str] | None = None, timeout_s: float 
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a node or command under test: ours without those for tests, which it does not know, and `more`."""
+    """The variables of a node or command under test: `more`, and ours without those of the tests, which it refuses."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_TEST_")}
     return {**ours, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
