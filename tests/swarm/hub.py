@@ -16,8 +16,8 @@ COMMIT = "a" * 40
 class Hub:
     """A context manager that serves `repo` as a data set and as a model. It can stop, and start again on its port."""
 
-    def __init__(self, folder: Path, repo: str) -> None:
-        self.folder, self._repo = folder, repo
+    def __init__(self, folder: Path, repo: str, host: str = "127.0.0.1") -> None:
+        self.folder, self._repo, self.host = folder, repo, host
         self._server: ThreadingHTTPServer | None = None
         self.port = 0
         self.requests = 0
@@ -36,7 +36,7 @@ class Hub:
     @property
     def environment(self) -> dict[str, str]:
         """The environment variables that make a process use this hub."""
-        return {"HF_ENDPOINT": f"http://127.0.0.1:{self.port}", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        return {"HF_ENDPOINT": f"http://{self.host}:{self.port}", "NO_PROXY": self.host, "no_proxy": self.host}
 
     def open(self) -> None:
         hub = self
@@ -46,7 +46,7 @@ class Hub:
                 hub.requests += 1
                 self.answer_for(hub)
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server = ThreadingHTTPServer((self.host, self.port), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
