@@ -17,7 +17,7 @@ from tests.docker.engine import Engine, build, engine, why_not
 ASKED_FOR = "DILOCO_TEST_CUDA_IMAGE"
 IMAGE = "diloco-node:cuda"
 BUILD_S = 3000.0
-SIZE_BYTES_MAX = 9e9
+SIZE_BYTES_MAX = 6e9
 MODULE = r"""
 import importlib.util, pathlib, subprocess, sysconfig, tempfile
 folder = pathlib.Path(tempfile.mkdtemp())

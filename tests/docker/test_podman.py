@@ -1,4 +1,4 @@
-"""Podman builds the image and runs a node with the lines of docker/README.md, by root and by another user."""
+"""Podman builds the image and runs a node with the line of docker/README.md. Root runs it here."""
 
 from __future__ import annotations
 
