@@ -83,9 +83,9 @@ def test_node_refuses_with_the_figures_under_version_2(kernel: Path, docker: Eng
     words += ["-initrd", str(packed), "-append", "console=ttyS0 panic=-1 quiet"]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=BOOT_S, check=False)
     said = done.stdout.replace("\r", "")
-    assert re.search(
-        r"error since .*This run needs 0\.\d+ GB of memory here, and 0\.\d+ GB are free: raise", said, re.M
-    ), said
+    assert re.search(r"error since .*This run needs 0\.\d+ GB of memory here, and 0\.\d+ GB are free: raise", said), (
+        said
+    )
     assert "which is 0.537 GB (memory.max)" in said
     assert "memory     at most 0.537 GB" in said  # In `status`.
     assert "limits memory to 0.537 GB (memory.max)" in said  # In `doctor`.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 
@@ -59,8 +58,7 @@ def test_image_is_smaller_than_its_size_limit(image: Engine) -> None:
 def test_node_trains_on_the_processor_without_a_gpu(node: Container) -> None:
     status = node.run("run", THREAD, *SMALL).until_round(3)
     assert status["training"]["loss"] < 6
-    (torch,) = json.loads(node.execute("python3", "-c", "import json, torch; print(json.dumps([torch.version.cuda]))"))
-    assert torch.startswith("13.")
+    assert node.execute("python3", "-W", "ignore", "-c", "import torch; print(torch.version.cuda)").startswith("13.")
 
 
 def test_image_has_what_compiled_layers_need(node: Container) -> None:
