@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -16,7 +18,7 @@ from node.status import Channel
 from node.swarm.connectivity.reachability import listen_ports
 from node.swarm.identity import new_identity
 from node.swarm.transport.wire import MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, Service
-from tests.contract.harness import WAIT_S, Host, Swarm, TcpForwarder, wait_until
+from tests.contract.harness import WAIT_S, Host, HostPool, Swarm, TcpForwarder, wait_until
 from tests.in_process import InProcessWire
 
 LIMIT_BYTES = 2**20
@@ -59,8 +61,18 @@ def test_call_carries_header_and_blobs_both_ways(swarm: Swarm) -> None:
     assert list(reply.blobs) == blobs
 
 
-def test_node_calls_itself_without_using_the_network(swarm: Swarm) -> None:
-    _, server = pair(swarm)
+@pytest.fixture
+def new_hosts(host_pool: HostPool, tmp_path: Path) -> Iterator[Swarm]:
+    """A swarm of hosts that no other test has used, so that only this test's bytes are counted."""
+    own_pool = HostPool(host_pool.transport, tmp_path)
+    made = Swarm(own_pool)
+    yield made
+    made.close()
+    own_pool.close()
+
+
+def test_node_calls_itself_without_using_the_network(new_hosts: Swarm) -> None:
+    _, server = pair(new_hosts)
     reply = ask(server, server.peer_id, "echo", Message({}, [b"x"]))
     assert (reply.header["caller"], list(reply.blobs)) == (server.peer_id, [b"x"])
     assert refusal(server, server.peer_id, "no such verb") == "bad_message"
