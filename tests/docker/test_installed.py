@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -24,19 +22,18 @@ from node import __version__
 from node.commands.release_file import Release, sign
 from node.config.manifest import PROTOCOL_VERSION
 from tests.docker.container import SMALL, THREAD
-from tests.docker.engine import BUILD_S, ROOT, Engine, make_base, own_architecture, secrets
+from tests.docker.engine import BUILD_S, ROOT, Engine, secrets
+from tests.docker.machine import IMAGE as MACHINE
+from tests.docker.machine import USER, Machine, make_image
 from tests.swarm.harness import wait_for
 from tests.unit.test_update import public
 
 NEWER = "9.0.0"
 PROGRAM = "/opt/diloco/bin/diloco-node"
 IMAGE = "diloco-test-installed"
-DOCKERFILE = """\
-ARG BASE_IMAGE
-FROM ${BASE_IMAGE}
-RUN apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \\
-        systemd systemd-sysv dbus-user-session libpam-systemd polkitd procps python3-venv sudo
-RUN python3 -m venv /opt/diloco && useradd --create-home guest
+DOCKERFILE = f"""\
+FROM {MACHINE}
+RUN python3 -m venv /opt/diloco
 COPY locks /locks
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \\
     pip="/opt/diloco/bin/pip install -q --no-deps" \\
@@ -45,49 +42,10 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \\
     && $locked -r /locks/build.lock && $locked -r /locks/requirements.lock
 COPY releases /releases
 RUN /opt/diloco/bin/pip install -q --no-deps /releases/installed/*.whl && /opt/diloco/bin/pip check
-CMD ["/sbin/init"]
 """
-START_S = 120.0
 NODE_S = 240.0
 STOP_S = 60.0
-COMMAND_S = 300.0
 pytestmark = pytest.mark.timeout(BUILD_S)
-
-
-class Machine:
-    """A container whose first process is systemd."""
-
-    def __init__(self, docker: Engine) -> None:
-        self.docker, self.name = docker, f"diloco-test-machine-{uuid4().hex[:6]}"
-        # systemd must be able to write to its own hierarchy of control groups, or to the one of version 2.
-        groups = next(folder for folder in ("/sys/fs/cgroup/systemd", "/sys/fs/cgroup") if Path(folder).exists())
-        self.docker(
-            "run", "--detach", "--name", self.name, "--env", "container=docker", "--stop-signal", "SIGRTMIN+3",
-            "--cap-add", "SYS_ADMIN", "--security-opt", "seccomp=unconfined", "--tmpfs", "/run", "--tmpfs", "/run/lock",
-            "--cgroupns", "host", "--volume", f"{groups}:{groups}", IMAGE,
-        )  # fmt: skip
-        self.wait_for_start()
-
-    def wait_for_start(self) -> None:
-        wait_for(
-            lambda: self("systemctl", "is-system-running", check=False) in ("running", "degraded"), START_S, "systemd"
-        )
-
-    def reboot(self) -> None:
-        self.docker("restart", self.name)
-        self.wait_for_start()
-
-    def __call__(self, *words: str, user: str = "root", check: bool = True) -> str:
-        """Run a command as in a session of the user. Returns its output of both kinds."""
-        login = () if user == "root" else ("su", "--login", user, "--command", shlex.join(words))
-        return self.docker("exec", self.name, *(login or words), check=check, both=True, timeout_s=COMMAND_S)
-
-    def fails(self, *words: str, code: int) -> str:
-        """Run a command as root that must end with this exit code. Returns its output."""
-        return self("sh", "-c", 'code=$0; "$@"; test $? = $code', str(code), *words)
-
-    def purge(self) -> None:
-        self.docker("rm", "--force", "--volumes", self.name, check=False)
 
 
 class Service:
@@ -179,17 +137,15 @@ def image(docker: Engine, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     for name in (".ci/torch.lock", ".ci/build.lock", "requirements.lock"):
         (locks / Path(name).name).write_bytes((ROOT / name).read_bytes())
     (folder / "context/Dockerfile").write_text(DOCKERFILE)
+    make_image(docker, folder)
     with secrets(folder) as (words, _):
-        docker(
-            "build", "--network", "host", "--build-arg", f"BASE_IMAGE={make_base(docker, own_architecture())}",
-            "--tag", IMAGE, *words, str(folder / "context"), timeout_s=BUILD_S,
-        )  # fmt: skip
+        docker("build", "--network", "host", "--tag", IMAGE, *words, str(folder / "context"), timeout_s=BUILD_S)
     return docker
 
 
 @pytest.fixture
 def machine(image: Engine) -> Iterator[Machine]:
-    made = Machine(image)
+    made = Machine(image, IMAGE)
     yield made
     made.purge()
 
@@ -246,7 +202,7 @@ def test_service_of_the_machine_survives_kill_and_reboot_and_an_update_keeps_its
 
 
 def test_service_of_a_user_starts_with_the_machine_and_keeps_its_settings(machine: Machine) -> None:
-    service = Service(machine, "guest")
+    service = Service(machine, USER)
     said = service.install("--name", "mine", THREAD, *SMALL)
     assert "The service was started" in said and "log out" not in said
     before = service.until_round(2)
@@ -259,5 +215,5 @@ def test_service_of_a_user_starts_with_the_machine_and_keeps_its_settings(machin
     assert renamed["node"]["name"] == "ours" and renamed["limits"] == before["limits"]
     service.install("--remove")
     assert service.shown("LoadState") == "not-found"
-    assert machine("ps", "-u", "guest", "-o", "comm=").count("diloco-node") == 0
-    assert "identity.key" in machine("ls", service.data, user="guest")
+    assert machine("ps", "-u", USER, "-o", "comm=").count("diloco-node") == 0
+    assert "identity.key" in machine("ls", service.data, user=USER)
