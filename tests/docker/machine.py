@@ -49,8 +49,12 @@ class Machine:
             "--security-opt", "systempaths=unconfined", "--device", "/dev/net/tun",
             *(f"--volume={file}:/{file.name}:ro" for file in files), image,
         )  # fmt: skip
-        self("chmod", "666", "/dev/net/tun")  # As on every Debian.
-        self.wait_for_start()
+        try:
+            self("chmod", "666", "/dev/net/tun")  # As on every Debian.
+            self.wait_for_start()
+        except BaseException:
+            self.purge()
+            raise
 
     def wait_for_start(self) -> None:
         wait_for(
