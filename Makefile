@@ -66,7 +66,7 @@ help:
 	@echo "make bench                         run the measurements of tests/benchmarks"
 	@echo "make bench-sync                    measure communication (root; over an hour)"
 	@echo "make book                          test the claims of the papers: four hours"
-	@echo "make storm                         inject faults into real nodes: 45 minutes"
+	@echo "make storm                         inject faults into real nodes, and run fault matrices: 45 minutes"
 	@echo "make storm ARGS=--steer            also amend, pause and resume the run meanwhile"
 	@echo
 	@echo "make dashboard                     build the page into node/api/static"
