@@ -25,10 +25,9 @@ from node.commands.examples import EXAMPLES
 from node.config.loader import DEFAULT, PRESET_KEY, Loaded, known_keys, load
 from node.config.manifest import ANY_RUN
 from node.errors import DataFolderError, MachineError, NodeError, UsageError
+from node.host.files import expand_user
 
 EXIT_BUG = 70
-HIDDEN = "(hidden)"
-"""What the API shows in place of a secret value."""
 STEER_ACTIONS = ("show", "amend", "pause", "resume", "rollback", "stop", "sign", "submit")
 OWNER_ACTIONS = ("show", "set", "token", "join", "leave")
 OPTIONS_OF_KEYS = {
@@ -363,7 +362,7 @@ def _moment(text: str) -> str:
 
     try:
         return rfc3339(parse_moment(text, datetime.now(UTC)))
-    except ValueError as exc:
+    except (ValueError, OverflowError) as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
@@ -644,9 +643,10 @@ def _config(call: Call) -> int:
 
     The run's settings are those of the data folder's run, if there is one.
     """
+    from node.api.redaction import HIDDEN
     from node.commands.client import Client
-    from node.commands.export import manifest_of
     from node.config.loader import value_of
+    from node.config.manifest import find_manifest
     from node.config.overrides import with_overrides
 
     loaded = with_overrides(call.loaded)
@@ -662,8 +662,8 @@ def _config(call: Call) -> int:
                 table = table.get(word, {})
             if name in table and table[name] != HIDDEN:
                 values[key], origins[key] = table[name], running["origins"].get(key, origins[key])
-    if (call.data_dir / "manifest.json").exists():
-        of_run = loaded.config.model_copy(update={"run": manifest_of(call.data_dir).run})
+    if (manifest := find_manifest(call.data_dir)) is not None:
+        of_run = loaded.config.model_copy(update={"run": manifest.run})
         for key in values:
             if key.startswith("run.") and key != "run.preset":
                 values[key], origins[key] = value_of(of_run, key), "the run"
@@ -688,15 +688,14 @@ def _doctor(call: Call) -> int:
     os.environ.update(WORKER_ENVIRONMENT | os.environ)
     from node.commands import doctor
     from node.commands.client import Client
-    from node.commands.export import manifest_of
-    from node.config.manifest import parse_invite
+    from node.config.manifest import find_manifest, parse_invite
     from node.config.overrides import with_overrides
     from node.status import Phase
 
     if call.args.members < 1:
         raise UsageError(f"A round has at least one member: --members {call.args.members} is too few.")
     invite = parse_invite(call.args.join) if call.args.join else None
-    manifest = manifest_of(call.data_dir) if (call.data_dir / "manifest.json").exists() else None
+    manifest = find_manifest(call.data_dir)
     if manifest is not None and invite is not None and manifest.hash != invite.manifest_hash:
         raise UsageError(f"{call.data_dir} belongs to another run: use a separate --data-dir for this invite.")
     if manifest is None and invite is not None:
@@ -719,7 +718,7 @@ def _site(call: Call) -> int:
     from node.commands.client import Client
     from node.commands.site import keep_site, write_site
 
-    client, folder = Client(call.data_dir), call.args.folder.expanduser()
+    client, folder = Client(call.data_dir), expand_user(call.args.folder)
     if call.args.once:
         print(f"Wrote the page after round {write_site(client, folder).round} to {folder}.")
         return 0
@@ -753,7 +752,7 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _verify(call: Call) -> int:
-    file: Path = call.args.file.expanduser()
+    file = expand_user(call.args.file)
     if file.is_dir():
         from node.publication.model_folder import verify_model_folder
 
@@ -814,10 +813,10 @@ def _user_name(uid: int) -> str:
 
 def _read_secret(prompt: str) -> str:
     """Read one line from the terminal without showing it, or from stdin. Raises UsageError if there is none."""
-    if sys.stdin is None:
-        secret = ""
-    else:
-        secret = (getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline()).strip()
+    secret = ""
+    if sys.stdin is not None:
+        with suppress(EOFError):  # Ctrl-D
+            secret = (getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline()).strip()
     if not secret:
         raise UsageError("Paste the token that the owner's first machine prints with `diloco-node owner token`.")
     return secret
@@ -867,7 +866,7 @@ def _export(call: Call) -> int:
     from node.commands.export import export
 
     target: Path = call.args.folder
-    number = export(call.loaded.config, target.expanduser(), with_gguf=call.args.gguf)
+    number = export(call.loaded.config, expand_user(target), with_gguf=call.args.gguf)
     print(f"Wrote the model {f'after round {number}' if number >= 0 else 'before the first round'} to {target}.")
     return 0
 
@@ -883,7 +882,7 @@ def _publish(call: Call) -> int:
 def _evaluate(call: Call) -> int:
     from node.commands.evaluate import evaluate
 
-    scores = evaluate(call.loaded.config, call.args.folder.expanduser())
+    scores = evaluate(call.loaded.config, expand_user(call.args.folder))
     if call.args.json:
         print(json.dumps(scores, indent=2))
         return 0

@@ -7,7 +7,8 @@
     │   ├── DataFolderError
     │   └── ReleaseError          a release file that is forged, old, expired or not one
     ├── MachineError           3  this machine lacks something: memory, GPU, disk, a free port
-    │   └── QuotaError            limits.disk_gb leaves no room, so nothing was written
+    │   ├── QuotaError            limits.disk_gb leaves no room, so nothing was written
+    │   └── DamagedState          a stored outer state cannot be read
     ├── RefusedError           4  the swarm refused this node
     │   └── ManifestError         the manifest does not have the hash of the invite, or is not valid
     ├── ProtocolError         10  the run uses another protocol, or a newer version wrote this data folder
@@ -72,6 +73,10 @@ class MachineError(NodeError):
 
 class QuotaError(MachineError):
     code = "disk_quota"
+
+
+class DamagedState(MachineError):
+    code = "damaged_state"
 
 
 class RefusedError(NodeError):

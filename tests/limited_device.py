@@ -1,4 +1,4 @@
-"""A fake device that can do less than a CPU: no bf16, no sensors (as without NVML), no fused AdamW, no encoding.
+"""A fake device that can do less than a CPU: no bf16, no sensors (as without NVML), no encoding.
 
 It computes on the CPU, as torch has no other device here. `DILOCO_TEST_DEVICE=limited python -m pytest` runs all tests
 on it, those of real nodes included. Tests of what it lacks have the mark `needs_full_device`.
@@ -16,7 +16,7 @@ from node.training.accelerator import ACCELERATORS
 
 needs_full_device = pytest.mark.skipif(
     os.environ.get("DILOCO_TEST_DEVICE") == "limited",
-    reason="the fake device has no bf16, sensors and fused AdamW, and executed processes do not have it",
+    reason="the fake device has no bf16 and no sensors, and executed processes do not have it",
 )
 
 
@@ -29,7 +29,6 @@ class LimitedDevice:
     memory: tuple[int, int] | None = None
     """Free bytes and size of its own memory, or None."""
     default_precision: str = "fp32"
-    has_fused_adamw: bool = False
     can_encode: bool = False
 
     def count(self) -> int:

@@ -30,9 +30,8 @@ def build_app(context: ApiContext, *, hosts: Iterable[str] = ()) -> ASGIApp:
     api.include_router(make_public_router(page, is_public=settings.public))
     _add_openapi_document(api)
     add_error_handlers(api)
-    config = context.config.api
-    names = [*hosts, *config.host_names]
-    return Guard(api, context.keys, hosts=names, metrics_public=config.metrics_public, page_public=config.public)
+    names = [*hosts, *settings.host_names]
+    return Guard(api, context.keys, hosts=names, metrics_public=settings.metrics_public, page_public=settings.public)
 
 
 def _add_openapi_document(api: FastAPI) -> None:

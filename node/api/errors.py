@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -44,7 +45,8 @@ def problem_response(
     faults: tuple[Fault, ...] = (),
 ) -> Response:
     problem = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail, code=code, faults=faults)
-    return Response(problem.model_dump_json(), status, headers, media_type=PROBLEM_TYPE)
+    # A request may have halves of surrogate pairs, which cannot be encoded. As ASCII, JSON takes them.
+    return Response(json.dumps(problem.model_dump()), status, headers, media_type=PROBLEM_TYPE)
 
 
 def describe_problems(*statuses: int) -> dict[int | str, dict[str, Any]]:

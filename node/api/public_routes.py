@@ -113,9 +113,7 @@ def make_public_router(page: PublicPage, *, is_public: bool) -> APIRouter:
     @router.head(PATH, include_in_schema=False)
     @router.get(PATH, include_in_schema=False)
     async def show_page() -> Response:
-        return Response(
-            await page.html(), media_type="text/html; charset=utf-8", headers={"Cache-Control": "max-age=10"}
-        )
+        return _answer(await page.html(), "text/html; charset=utf-8")
 
     @router.head(PATH + "run.json", include_in_schema=False)
     @router.get(PATH + "run.json", include_in_schema=False)

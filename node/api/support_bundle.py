@@ -14,7 +14,6 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from node.api.node_interface import View
 from node.api.redaction import ADDRESS, HIDDEN, Redactor, hide_secrets
 from node.config.schema import Config
 from node.host.cgroup import memory_limit, quota_cores
+from node.host.revision import installed_version
 from node.multiaddress import parse
 
 PART_BYTES_MAX = 2_000_000
@@ -97,12 +97,7 @@ def _json(values: Mapping[str, Any]) -> str:
 
 def _versions(build: Build) -> dict[str, str]:
     versions = {"diloco-node": build.version, "revision": build.revision, "python": sys.version}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+    return versions | {package: installed_version(package) or "not installed" for package in PACKAGES}
 
 
 def _machine(data_dir: Path) -> dict[str, Any]:
@@ -123,8 +118,16 @@ def _machine(data_dir: Path) -> dict[str, Any]:
         "disk_size_bytes": disk.total if disk else None,
         "in_container": Path("/.dockerenv").exists(),
         # Pairs, because the redactor takes `"api-token": 44` for a secret with its value.
-        "files": [(file.name, file.stat().st_size) for file in sorted(data_dir.glob("*")) if file.is_file()],
+        "files": [(file.name, size) for file in sorted(data_dir.glob("*")) if (size := _size_bytes(file)) is not None],
     }
+
+
+def _size_bytes(path: Path) -> int | None:
+    """The size of a file; None if the path is no file, or was removed a moment ago."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
 
 
 def _tail(file: Path) -> str:

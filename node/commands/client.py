@@ -48,7 +48,7 @@ def _is_locked(data_dir: Path) -> bool:
     """Whether a node runs on the folder. It holds the lock until its process ends, even by a kill."""
     try:
         fd = os.open(data_dir / "lock", os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -109,15 +109,15 @@ class Client:
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            address, is_running = read_address(self._data_dir), _is_locked(self._data_dir)
+            if not _is_locked(self._data_dir):
+                raise self._not_running()
+            address = read_address(self._data_dir)
         except PermissionError as exc:
             raise UsageError(
                 f"The data folder {self._data_dir} belongs to another user: run the command as that user."
             ) from exc
         except (OSError, ValueError) as exc:
-            raise self._not_running() from exc
-        if not is_running:
-            raise self._not_running()
+            raise self._no_answer() from exc
         request = Request(  # noqa: S310 - the address comes from our own data folder
             address.url + path,
             data=None if body is None else json.dumps(body).encode(),
@@ -134,7 +134,7 @@ class Client:
             with exc:
                 raise UsageError(_read_problem(exc)) from exc
         except OSError as exc:
-            raise self._not_running() from exc
+            raise self._no_answer() from exc
         except (ValueError, HTTPException) as exc:
             raise not_a_node from exc
         if not isinstance(answer, dict):
@@ -146,6 +146,12 @@ class Client:
             f"No node runs on the data folder {self._data_dir}: start one with `diloco-node run`, "
             "or name its folder with --data-dir.",
             code="no_node",
+        )
+
+    def _no_answer(self) -> UsageError:
+        return UsageError(
+            f"The node on the data folder {self._data_dir} does not answer now: try again in a moment.",
+            code="no_answer",
         )
 
 
@@ -179,9 +185,11 @@ class _PinnedConnection(HTTPSConnection):
 
 
 def _read_problem(error: HTTPError) -> str:
-    """Return the sentence in an application/problem+json response."""
+    """Return the sentence in an application/problem+json response. If the request is not valid, it names the faults."""
     try:
         problem = json.loads(error.read())
+        if faults := "; ".join(f"{fault['where']}: {fault['message']}" for fault in problem.get("faults", ())):
+            return f"The node refuses this request: {faults}."
         return str(problem.get("detail") or problem["title"])
     except (OSError, ValueError, KeyError, AttributeError):
         return f"The node answered {error.code} {error.reason}: see its log."

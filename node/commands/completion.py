@@ -6,8 +6,6 @@ import argparse
 import shlex
 from collections.abc import Iterable, Mapping
 
-SHELLS = ("bash", "zsh", "fish")
-
 
 def completion(shell: str, commands: Mapping[str, argparse.ArgumentParser], keys: Iterable[str]) -> str:
     """The script that a shell evaluates. `keys` are the settings, which are flags of every command."""

@@ -40,14 +40,18 @@ def certificate_of(data_dir: Path) -> tuple[Certificate, ProvenCredit]:
 
     Raises DataFolderError without a table of credit, and UsageError without credit.
     """
-    if not (data_dir / "identity.key").exists():
-        raise DataFolderError(f"{data_dir} has no identity.key: name the data folder of a node that has trained.")
     path = data_dir / CREDIT_FILE
     try:
+        if not (data_dir / "identity.key").exists():
+            raise DataFolderError(f"{data_dir} has no identity.key: name the data folder of a node that has trained.")
         record = CreditRecord.model_validate_json(path.read_bytes())
     except FileNotFoundError as exc:
         raise DataFolderError(
             f"{data_dir} holds no table of credit yet: let the node take part in two rounds first."
+        ) from exc
+    except PermissionError as exc:
+        raise DataFolderError(
+            f"The data folder {data_dir} belongs to another user: run the command as that user."
         ) from exc
     except (OSError, ValidationError) as exc:
         raise DataFolderError(f"{path} cannot be read: the node writes it again after the next rounds.") from exc

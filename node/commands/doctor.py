@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Literal
 
 import torch
@@ -30,6 +29,7 @@ from node.diloco.outer import pseudo_gradient
 from node.errors import MachineError, UsageError
 from node.host.cgroup import memory_limit, quota_cores
 from node.host.ports import API_PORT_FILE, LISTEN_PORT_FILE, PortFile, choose
+from node.host.revision import installed_version
 from node.multiaddress import parse
 from node.status import Phase
 from node.training.algorithm import payload_bytes
@@ -146,11 +146,10 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 def _check_packages() -> Finding:
     versions = [f"Python {platform.python_version()}"]
     for package in ("torch", "hivemind"):
-        try:
-            versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
+        if (version := installed_version(package)) is None:
             text = f"{package} is not installed: install diloco-node with its dependencies."
             return Finding("fault", "packages", text)
+        versions.append(f"{package} {version}")
     return Finding("ok", "packages", f"{', '.join(versions)}.")
 
 

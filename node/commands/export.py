@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from node.config.manifest import Manifest, RunConfig, read_manifest
+from node.config.manifest import Manifest, RunConfig, manifest_of
 from node.config.schema import Config
-from node.errors import DataFolderError, ManifestError
+from node.errors import DataFolderError
 from node.publication.model_folder import write_model_folder
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.training.tokenizer import Tokenizer, open_tokenizer
@@ -52,14 +52,3 @@ def store_of(config: Config) -> CheckpointStore:
 
 def tokenizer_of(run: RunConfig, config: Config) -> Tokenizer:
     return open_tokenizer(run.data.tokenizer, config.node.text_folder, config.node.hub_cache)
-
-
-def manifest_of(data_dir: Path) -> Manifest:
-    """Return the manifest of the folder's run. Raises DataFolderError if there is none, or it is damaged."""
-    path = data_dir / "manifest.json"
-    try:
-        return read_manifest(path.read_bytes())
-    except FileNotFoundError as exc:
-        raise DataFolderError(f"The data folder {data_dir} belongs to no run yet: start a node on it first.") from exc
-    except (OSError, ManifestError) as exc:
-        raise DataFolderError(f"{path} cannot be read: restore it, or join the run with a new data folder.") from exc

@@ -7,7 +7,6 @@ request from stdin, and writes a line of JSON with the text or the problem to st
 from __future__ import annotations
 
 import json
-import os
 import sys
 from itertools import islice, takewhile
 
@@ -17,8 +16,7 @@ from node.api.node_interface import GeneratedText, TextRequest
 from node.commands.export import newest, tokenizer_of
 from node.config.schema import Config
 from node.errors import NodeError, UsageError
-from node.host.parent_death import die_with_parent
-from node.host.priority import lower_priority
+from node.host.priority import serve_parent
 from node.training.device import threads_per_rank
 from node.training.model import build_model, load_flat_
 from node.training.sampling import sample
@@ -51,18 +49,14 @@ def generate(config: Config, text: str, *, tokens: int, temperature: float, seed
 
 
 def main() -> int:
-    die_with_parent(os.getppid())
-    lower_priority()
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Packages print to stdout.
-    order = json.loads(sys.stdin.readline())
-    config, request = Config.model_validate(order["config"]), TextRequest.model_validate(order["request"])
-    try:
-        made = generate(config, request.prompt, tokens=request.tokens, temperature=request.temperature, seed=None)
-        answer = made.model_dump_json()
-    except NodeError as exc:
-        answer = json.dumps({"problem": str(exc)})
-    with answers:
+    with serve_parent() as answers:
+        order = json.loads(sys.stdin.readline())
+        config, request = Config.model_validate(order["config"]), TextRequest.model_validate(order["request"])
+        try:
+            made = generate(config, request.prompt, tokens=request.tokens, temperature=request.temperature, seed=None)
+            answer = made.model_dump_json()
+        except NodeError as exc:
+            answer = json.dumps({"problem": str(exc)})
         answers.write(f"{answer}\n")
     return 0
 

@@ -17,6 +17,7 @@ from node.config.amendments import CHANGEABLE, Action, Amendment, AmendmentError
 from node.config.loader import check_value, nearest
 from node.config.schema import Config
 from node.errors import DataFolderError, UsageError
+from node.host.files import expand_user, write_whole
 from node.status import AmendmentInfo, GovernanceInfo
 from node.swarm.governance.charter import add_signature, sign_amendment
 from node.swarm.identity import Identity, load_identity
@@ -31,7 +32,7 @@ LOOK_S = 0.2
 
 def read_key(data_dir: Path, file: Path | None) -> Identity:
     """The key of the node of this data folder, or of another key file. Raises UsageError if there is none."""
-    path = data_dir / "identity.key" if file is None else file.expanduser()
+    path = data_dir / "identity.key" if file is None else expand_user(file)
     try:
         if not path.is_file():
             raise UsageError(f"There is no key in {path}: name the key file with --key.")
@@ -70,7 +71,7 @@ def read_sources(config: Config, changes: dict[str, Any]) -> dict[str, Any]:
     """
     if not changes.keys() & {"data.sources", "data.held_out_source"}:
         return changes
-    from node.commands.export import manifest_of
+    from node.config.manifest import manifest_of
     from node.training.hub import pinned
     from node.training.text import open_text
 
@@ -196,9 +197,13 @@ def check_key(info: GovernanceInfo, identity: Identity) -> None:
 
 def write(path: Path, signed: SignedAmendment, *, is_new: bool = False) -> None:
     """Write a file for `read`. Raises UsageError, also if `is_new` and the file exists."""
+    text = signed.model_dump_json() + "\n"
     try:
-        with path.expanduser().open("x" if is_new else "w", encoding="utf-8") as file:
-            file.write(signed.model_dump_json() + "\n")
+        if is_new:
+            with expand_user(path).open("x", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            write_whole(expand_user(path), text)  # The file may hold the signatures of others.
     except FileExistsError as exc:
         raise UsageError(f"{path} exists already, and may hold signatures: name a new file.") from exc
     except OSError as exc:
@@ -218,7 +223,7 @@ def write_new(path: Path, signed: SignedAmendment, missing: int) -> str:
 def read(path: Path) -> tuple[SignedAmendment, Amendment]:
     """Read a file that `write` has written. Raises UsageError."""
     try:
-        signed = SignedAmendment.model_validate_json(path.expanduser().read_bytes())
+        signed = SignedAmendment.model_validate_json(expand_user(path).read_bytes())
         return signed, signed.amendment
     except OSError as exc:
         raise UsageError(f"{path} cannot be read: {exc.strerror}.") from exc

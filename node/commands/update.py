@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
-from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
@@ -32,6 +31,7 @@ from node.commands.release_file import SIZE_MAX_BYTES, Release, read_release
 from node.config.manifest import PROTOCOL_VERSION
 from node.errors import MachineError, ReleaseError, UsageError, cause_of
 from node.host.printable import printable
+from node.host.revision import installed_version
 
 SOURCE = Path(__file__).with_name("release.toml")
 TIMEOUT_S = 30.0
@@ -125,8 +125,9 @@ def install(source: ReleaseSource, release: Release, run: Callable[[Sequence[str
     is_unfit = run([*pip_command, "check"])
     if is_failed or is_unfit:
         fault = "pip could not install the new version" if is_failed else "The packages do not fit together"
+        version = installed_version("diloco-node") or "none"
         raise MachineError(
-            f"{fault}: see the message above. Version {_installed('diloco-node') or 'none'} is installed now, and "
+            f"{fault}: see the message above. Version {version} is installed now, and "
             f"`pip check` finds {'conflicts' if is_unfit else 'no conflict'}."
         )
 
@@ -139,7 +140,7 @@ def _check_torch(wheel: bytes) -> None:
             lines = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
     except (zipfile.BadZipFile, StopIteration) as exc:
         raise ReleaseError("The release is not a wheel: nothing is installed. Report it.", code="wrong_wheel") from exc
-    installed = _installed("torch")
+    installed = installed_version("torch")
     build = Version(installed).local if installed else None
     needed = next((one for one in map(Requirement, lines) if one.name == "torch" and one.marker is None), None)
     if installed is None or build is None or needed is None or needed.specifier.contains(installed):
@@ -153,14 +154,6 @@ def _check_torch(wheel: bytes) -> None:
     )
 
 
-def _installed(package: str) -> str | None:
-    """The version of an installed package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def pip(command: Sequence[str]) -> int:
     return subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
 
@@ -171,10 +164,10 @@ def _beside(url: str, name: str) -> str:
 
 def _read(url: str, limit_bytes: int) -> bytes:
     """Read a file or an https URL. Stops after `limit_bytes` + 1. Raises ReleaseError."""
-    scheme = urlsplit(url).scheme
-    if scheme not in ("", "https"):
-        raise ReleaseError(f"{url} is neither a file nor an https URL: name one.")
     try:
+        scheme = urlsplit(url).scheme
+        if scheme not in ("", "https"):
+            raise ReleaseError(f"{url} is neither a file nor an https URL: name one.")
         if not scheme:
             with Path(url).open("rb") as file:
                 return file.read(limit_bytes + 1)

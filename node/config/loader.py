@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from node.config.publish_address import parse_publish_address
 from node.config.schema import ON_OFF, Config
 from node.errors import ConfigError
+from node.host.files import expand_user
 
 DEFAULT = "default"
 """The origin of a default value."""
@@ -117,7 +118,7 @@ def settings_as_variables(loaded: Loaded) -> dict[str, str]:
 def _anywhere(key: str, text: str) -> str:
     """The value in a form that does not depend on the working folder."""
     if text and (key in PATH_KEYS or (key == PRESET_KEY and text not in preset_names())):
-        return str(Path(text).expanduser().absolute())
+        return str(expand_user(text).absolute())
     return str(parse_publish_address(text)) if text and key == "publish.to" else text
 
 
@@ -128,6 +129,8 @@ def _as_text(value: Any) -> str:
     if isinstance(value, tuple):
         if value and isinstance(value[0], BaseModel):
             return json.dumps([item.model_dump(mode="json") for item in value])
+        if any(isinstance(item, str) and "," in item for item in value):
+            return json.dumps(value)
         return ",".join(map(str, value)) or "[]"
     return str(value)
 
@@ -151,8 +154,11 @@ def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
 def check_value(key: str, value: Any) -> Any:
     """Convert the value of a known key to its type. Raises ValueError, which says what the value `should be`."""
     known = known_keys()[key]
-    if known.is_list and isinstance(value, str) and value.lstrip().startswith("[{"):
-        value = json.loads(value)  # Tables, of which a file has one for each element.
+    if known.is_list and isinstance(value, str) and re.match(r'\s*\[\s*[{"]', value):
+        try:
+            value = json.loads(value)  # Tables, of which a file has one for each element, or texts with commas.
+        except RecursionError as exc:
+            raise ValueError("it is nested too deeply") from exc
     elif known.is_list and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip() not in ("", "[]")]
     try:
@@ -265,10 +271,10 @@ def _from_flags(flags: Sequence[str]) -> Iterator[Setting]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+        return tomllib.loads(expand_user(path).read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"Cannot read the configuration file {path}: {exc.strerror}.") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:  # Also numbers with thousands of digits.
         raise ConfigError(f"The configuration file {path} is not valid TOML: {exc}.") from exc
 
 
@@ -338,7 +344,7 @@ def _resolve_preset(name: str, file: Path | None) -> str:
             f"There is no run preset {name!r}: the shipped ones are {', '.join(preset_names())}; "
             "for your own give the path of its .toml file."
         )
-    path = Path(name).expanduser()
+    path = expand_user(name)
     return str(file.parent / path if file else path)
 
 
@@ -346,4 +352,4 @@ def _absolute(path: Path, environ: Mapping[str, str]) -> Path:
     home = environ.get("HOME")
     if path.parts[:1] == ("~",) and home:
         return Path(home, *path.parts[1:])
-    return path.expanduser().absolute()
+    return expand_user(path).absolute()

@@ -14,12 +14,13 @@ import re
 import zlib
 from bisect import bisect_right
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import parse_qsl
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from node.errors import InviteError, ManifestError, ProtocolError
+from node.errors import DataFolderError, InviteError, ManifestError, ProtocolError
 from node.host.printable import printable
 
 PROTOCOL_VERSION = 4
@@ -603,6 +604,28 @@ def read_manifest(data: bytes) -> Manifest:
         return Manifest.model_validate(raw)
     except ValidationError as exc:
         raise ManifestError(f"The manifest is not valid ({exc.error_count()} errors): ask its founder.") from exc
+
+
+def find_manifest(data_dir: Path) -> Manifest | None:
+    """The manifest of the folder's run; None if the folder belongs to no run yet. Raises DataFolderError."""
+    path = data_dir / "manifest.json"
+    try:
+        return read_manifest(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as exc:
+        raise DataFolderError(
+            f"The data folder {data_dir} belongs to another user: run the command as that user."
+        ) from exc
+    except (OSError, ManifestError) as exc:
+        raise DataFolderError(f"{path} cannot be read: restore it, or join the run with a new data folder.") from exc
+
+
+def manifest_of(data_dir: Path) -> Manifest:
+    """The manifest of the folder's run. Raises DataFolderError if there is none, or it is damaged."""
+    if (manifest := find_manifest(data_dir)) is None:
+        raise DataFolderError(f"The data folder {data_dir} belongs to no run yet: start a node on it first.")
+    return manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from node.config.manifest import is_hub_name
+from node.host.files import expand_user
 
 HUB = "hub:"
 REMEDY = "write a folder, hub:OWNER/NAME or a URL such as s3://bucket/folder"
@@ -46,10 +47,12 @@ def parse_publish_address(text: str, *, may_have_revision: bool = False) -> Publ
     if text.startswith(HUB):
         return _parse_hub(text, may_have_revision=may_have_revision)
     if not _SCHEME.match(text):
-        return PublishAddress("folder", str(Path(text).expanduser().absolute()))
+        return PublishAddress("folder", str(expand_user(text).absolute()))
     parts = urlsplit(text)
     if parts.scheme == "file":
-        return PublishAddress("folder", str(Path(text.removeprefix("file://")).absolute()))
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise ValueError(f"a file URL names a folder of this machine: write file:///FOLDER, or {REMEDY}")
+        return PublishAddress("folder", str(Path(unquote(parts.path)).absolute()))
     if parts.username is not None or parts.password is not None:
         raise ValueError("keys in the URL would be shown with the settings: put them into the environment")
     from fsspec import available_protocols

@@ -15,6 +15,7 @@ from node.config.manifest import RunConfig, Section, check_name
 from node.config.publish_address import parse_publish_address
 from node.config.weekly_hours import Hours, check_zone, parse_hours, parse_window, rejoin_windows
 from node.host.disk_quota import LEAST_BYTES, quota_bytes
+from node.host.files import expand_user
 from node.multiaddress import parse, parse_plain
 
 MBIT_S_MIN = 2.0
@@ -52,7 +53,7 @@ class NodeConfig(Section):
 
     @property
     def text_folder(self) -> Path:
-        return self.data_dir / self.text_dir.expanduser()
+        return self.data_dir / expand_user(self.text_dir)
 
     @property
     def hub_cache(self) -> Path:

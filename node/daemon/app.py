@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from importlib import metadata
 from typing import Any
 
 import uvicorn
@@ -47,7 +46,7 @@ from node.host.cgroup import memory_limit
 from node.host.cores import usable_cores
 from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice
-from node.host.revision import revision
+from node.host.revision import installed_version, revision
 from node.status import NodeInfo, Notice, PhaseState, Status, utc_now
 from node.worker_protocol import FoundFrom
 
@@ -113,7 +112,7 @@ async def _run(
     on_status: Callable[[Status], None] | None,
     parts: Parts,
 ) -> int:
-    build = Build(__version__, revision(), _version("torch"), _version("hivemind"))
+    build = Build(__version__, revision(), *(installed_version(name) or "unknown" for name in ("torch", "hivemind")))
     live_config = LiveConfig(config, parts.origins, directory.path)
     settings = live_config.config
     set_level(settings.log.level)
@@ -278,11 +277,3 @@ async def _run_until_end(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         await notifier.aclose()
-
-
-def _version(distribution: str) -> str:
-    """The version of a package, without importing it: torch would cost 300 MB."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "unknown"

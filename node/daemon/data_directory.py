@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from node.api.node_interface import Space
 from node.config.overrides import KeyFault, OverrideError
 from node.config.schema import Config
-from node.errors import DataFolderError, NodeError, QuotaError, RestartError
-from node.host.disk_quota import Quota, quota_bytes
-from node.host.files import NO_SPACE, write_whole
+from node.errors import DataFolderError, NodeError, QuotaError, RestartError, cause_of
+from node.host.disk_quota import Quota, quota_bytes, size_of
+from node.host.files import NO_SPACE, expand_user, write_whole
 from node.status import Moment, Notice, SavedCounters, Value
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class DataDirectory:
     @classmethod
     def open(cls, path: Path) -> DataDirectory:
         """Create, check and lock the directory. Raises DataFolderError, and RestartError if the disk is full."""
-        path = path.expanduser().absolute()
+        path = expand_user(path).absolute()
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _require_private(path)
@@ -102,7 +102,8 @@ class DataDirectory:
         self.close()
 
     def close(self) -> None:
-        (self.path / "api.json").unlink(missing_ok=True)
+        with suppress(OSError):  # The disk may have become read-only.
+            (self.path / "api.json").unlink(missing_ok=True)
         os.close(self._lock_fd)
 
     def on_problem(self, callback: Callable[[str], None]) -> None:
@@ -131,8 +132,9 @@ class DataDirectory:
             return OwnerRequest.model_validate_json((self.path / PAUSE_FILE).read_bytes())
         except FileNotFoundError:
             return None
-        except ValidationError:
-            logger.warning("The file %s in %s is damaged, so the node pauses until `resume`.", PAUSE_FILE, self.path)
+        except (OSError, ValidationError) as exc:
+            cause, path = cause_of(exc), self.path / PAUSE_FILE
+            logger.warning("The file %s cannot be read (%s), so the node pauses until `resume`.", path, cause)
             return OwnerRequest()
 
     def save_owner_request(self, request: OwnerRequest | None) -> None:
@@ -195,7 +197,7 @@ class DataDirectory:
         with suppress(OSError):
             disk = os.statvfs(self.path)
             free_bytes, size_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-        return Space({kind: _size_bytes(self.path / kind) for kind in DISK_KINDS}, free_bytes, size_bytes)
+        return Space({kind: size_of(self.path / kind) for kind in DISK_KINDS}, free_bytes, size_bytes)
 
 
 class DiskMonitor:
@@ -329,12 +331,3 @@ def _load_token(path: Path) -> str:
         path.chmod(0o600)
         logger.warning("The file %s was readable by other users of this machine. Its permissions are repaired.", path)
     return token
-
-
-def _size_bytes(folder: Path) -> int:
-    total = 0
-    for root, _folders, files in os.walk(folder):
-        for name in files:
-            with suppress(OSError):
-                total += (Path(root) / name).lstat().st_size
-    return total

@@ -25,6 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from node.config.schema import ApiConfig
 from node.errors import MachineError, UsageError, cause_of
+from node.host.files import expand_user
 from node.host.ports import IN_USE, PortFile, candidates
 from node.status import Notice
 
@@ -67,7 +68,7 @@ def load_tls(cert: str, key: str) -> Tls | None:
     """Check the certificate and its key; None if no certificate is set. Raises UsageError if they cannot be used."""
     if not cert:
         return None
-    cert_file, key_file = Path(cert).expanduser(), Path(key).expanduser()
+    cert_file, key_file = expand_user(cert), expand_user(key)
     for name, path in (("tls_cert", cert_file), ("tls_key", key_file)):
         try:
             path.read_bytes()
@@ -202,7 +203,7 @@ def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX, flags:
     try:
         family, kind, protocol, _name, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = _LimitedListener(family, kind, protocol, connections_max)
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
         raise UsageError(f"The API address {host} is not usable ({cause_of(exc)}): set {flags}host 127.0.0.1.") from exc
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -36,9 +36,13 @@ class LiveConfig:
         self._overrides, problem = read_overrides(directory, base)
         if problem:
             aside = self._file.with_suffix(".damaged.json")
-            self._file.replace(aside)
-            write_whole(self._file, format_overrides(self._overrides))
-            logger.warning("%s. The file was set aside as %s.", problem, aside.name)
+            logger.warning("%s.", problem)
+            try:
+                self._file.replace(aside)
+                write_whole(self._file, format_overrides(self._overrides))
+                logger.warning("%s was set aside as %s.", self._file, aside.name)
+            except OSError as exc:
+                logger.warning("%s could not be set aside (%s).", self._file, exc.strerror)
         self.config = apply_overrides(base, self._overrides)
         self._training_config: Config | None = None
         """The configuration with which the training worker was started."""

@@ -44,6 +44,11 @@ def leaf_bounds(elements: int) -> list[tuple[int, int]]:
     return [(start, min(start + LEAF_ELEMENTS, elements)) for start in range(0, elements, LEAF_ELEMENTS)]
 
 
+def count_leaves(parameters: int, moments: int = 1) -> int:
+    """The number of leaves of a state, without a list of them."""
+    return sum(-(-size // LEAF_ELEMENTS) for size in (parameters, moments * parameters))
+
+
 def tree_slices(parameters: int, moments: int = 1) -> list[tuple[int, int, int]]:
     """Vector (0 the anchor, 1 the momentum), first element and end of each leaf of a state with so many moments."""
     sizes = (parameters, moments * parameters)
@@ -71,7 +76,7 @@ def root_digest(
     amendments: bytes = b"",
 ) -> str:
     """Return the digest of a state with these leaves, 64 hex characters. Raises ValueError for wrong leaves."""
-    if len(leaves) != len(tree_slices(parameters, moments)) or any(len(leaf) != HASH_BYTES for leaf in leaves):
+    if len(leaves) != count_leaves(parameters, moments) or any(len(leaf) != HASH_BYTES for leaf in leaves):
         raise ValueError(f"{len(leaves)} leaves do not make the tree of {parameters} parameters.")
     return root_digest_of(round, tokens, parameters, leaves_hash(leaves), credit_root, amendments)
 

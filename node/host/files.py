@@ -13,10 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from node.errors import UsageError
+
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a write for which there is no room: on the disk, in a quota, or under a limit of file sizes."""
 LEFT_S = 3600.0
 """A folder of another machine that has not changed for so long was left by a killed process."""
+
+
+def expand_user(path: Path | str) -> Path:
+    """Replace `~` or `~user` at the start of a path. Raises UsageError if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as exc:
+        raise UsageError(f"The path {path} names no user of this machine: write the whole path.") from exc
 
 
 def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:

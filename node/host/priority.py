@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
-from node.host.parent_death import launch_command
+from node.host.parent_death import die_with_parent, launch_command
 
 NICENESS = 10
 """If all cores are busy, a process gets a tenth of one. With 19 it would get 1.5 %, and hardly ever end."""
@@ -41,6 +43,19 @@ def lower_priority() -> None:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     if os.getsid(0) == os.getpid():
         _lower_session()
+
+
+@contextmanager
+def serve_parent() -> Iterator[TextIO]:
+    """Begin a process that works for its parent: at low priority, and not longer than the parent lives.
+
+    Yields the file for answers, line by line, in place of stdout, to which packages print.
+    """
+    die_with_parent(os.getppid())
+    lower_priority()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
+        os.dup2(2, 1)
+        yield answers
 
 
 def _lower_session() -> None:

@@ -1,9 +1,10 @@
-"""The commit that this program was built from."""
+"""The commit that this program was built from, and the versions of installed packages."""
 
 from __future__ import annotations
 
 import subprocess
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "revision.txt"
@@ -18,6 +19,14 @@ def revision() -> str:
         return FILE.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return _checkout_revision(FILE.parents[1])
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package, without importing it (torch would cost 300 MB). None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _checkout_revision(root: Path) -> str:

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from node.errors import NodeError
+from node.errors import DamagedState, NodeError
 from node.publication.stores import Store, Superseded
 from node.publication.waiting_rounds import WaitingRound, WaitingRounds
 from node.status import Value
-from node.training.checkpoint import DAMAGED
 
 LOOK_S = 30.0
 """How often a publisher that waits for its turn looks whether the round is published."""
@@ -82,8 +81,10 @@ class Publisher:
         """Returns the result, and the reason if it is `failed` or `given_up`."""
         try:
             result = self._publish(waiting)
+        except DamagedState as exc:
+            return "given_up", str(exc)
         except NodeError as exc:
-            return ("given_up" if exc.code == DAMAGED else "failed"), str(exc)
+            return "failed", str(exc)
         return result, "it waited for too long." if result == "given_up" else ""
 
     def _publish(self, waiting: WaitingRound) -> Result:

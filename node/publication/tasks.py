@@ -14,6 +14,7 @@ from typing import Any
 
 from node.config.schema import EvaluateConfig
 from node.errors import MachineError, UsageError
+from node.host.files import expand_user
 from node.training.hub import first_sentence
 
 NOT_INSTALLED = "no_lm_eval"
@@ -72,7 +73,7 @@ def _task_manager(kind: Any, cfg: EvaluateConfig) -> Any:
 
     Raises UsageError if one of the tasks is in neither.
     """
-    folder = Path(cfg.task_dir).expanduser() if cfg.task_dir else None
+    folder = expand_user(cfg.task_dir) if cfg.task_dir else None
     if folder is not None and not folder.is_dir():
         raise UsageError(f"evaluate.task_dir {cfg.task_dir} is no folder: name the one with your task files.")
     own = kind(include_path=str(folder), include_defaults=False) if folder is not None else None

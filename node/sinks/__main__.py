@@ -7,13 +7,11 @@ at the end of the input. The last line of stderr says why it failed.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from node.host.parent_death import die_with_parent
-from node.host.priority import lower_priority
+from node.host.priority import serve_parent
 from node.sinks.series import Point, SinkTarget
 from node.sinks.sinks import SINKS, Sink
 
@@ -46,10 +44,7 @@ def serve(open_sink: Callable[[SinkTarget], Sink], lines: TextIO, answers: TextI
 
 
 def main(sinks: Mapping[str, Callable[[SinkTarget], Sink]] = SINKS) -> int:
-    die_with_parent(os.getppid())
-    lower_priority()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)  # Packages print to stdout.
+    with serve_parent() as answers:
         return serve(sinks[sys.argv[1]], sys.stdin, answers)
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from node.sinks.series import Point, SinkTarget
 
 PROJECT = "diloco"
+MAX_LINE_BYTES = 2**20
+"""More than a line of JSON has."""
 
 
 class Sink(Protocol):
@@ -33,7 +36,9 @@ class JsonLines:
     """One object per line in `rounds.jsonl`: round, tokens, at_s, and the value of each curve."""
 
     def __init__(self, target: SinkTarget) -> None:
-        self._file = (Path(target.folder) / "rounds.jsonl").open("a", encoding="utf-8")
+        path = Path(target.folder) / "rounds.jsonl"
+        _drop_partial_line(path)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, point: Point) -> None:
         row = {"round": point.round, "tokens": point.tokens, "at_s": point.at_s, **point.values}
@@ -42,6 +47,15 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _drop_partial_line(path: Path) -> None:
+    """Remove a last line that a full disk or a kill has cut off. The node writes its point again."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - MAX_LINE_BYTES)
+        file.seek(start)
+        file.truncate(start + file.read().rfind(b"\n") + 1)
 
 
 class TensorBoard:

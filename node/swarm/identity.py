@@ -6,7 +6,6 @@ libp2p specs, peer-ids.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +15,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from node.errors import DataFolderError
+from node.errors import DataFolderError, MachineError, RestartError
+from node.host.files import NO_SPACE, write_whole
 
 _PRIVATE_HEADER = b"\x08\x01\x12\x40"
 """Start of libp2p's PrivateKey protobuf of type Ed25519. 64 bytes follow: seed and public key."""
@@ -54,16 +54,21 @@ def new_identity() -> Identity:
 
 
 def load_identity(path: Path) -> Identity:
-    """Read the key file, or create it with mode 0600. Raises DataFolderError if the file is damaged."""
+    """Read the key file, or create it with mode 0600. Raises DataFolderError if the file is damaged, and MachineError
+    or RestartError if it cannot be written.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         identity = new_identity()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(identity.to_libp2p())
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            write_whole(path, identity.to_libp2p())
+        except OSError as exc:
+            error = RestartError if exc.errno in NO_SPACE else MachineError
+            raise error(
+                f"{path} cannot be written ({exc.strerror}): free some space on that disk, or repair its permissions.",
+                code="disk",
+            ) from exc
         return identity
     if len(data) != 68 or not data.startswith(_PRIVATE_HEADER):
         raise DataFolderError(f"{path} is not an identity file: move it away, and the node makes a new identity.")

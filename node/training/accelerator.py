@@ -30,10 +30,6 @@ class Accelerator(Protocol):
         """`cuda`, `rocm`, `mps`, `xpu` or `cpu`."""
 
     @property
-    def has_fused_adamw(self) -> bool:
-        """Whether torch has a fused AdamW for it."""
-
-    @property
     def can_encode(self) -> bool:
         """Whether it encodes pseudo-gradients to the same bits as the host. Otherwise they are encoded on the host.
 
@@ -72,7 +68,6 @@ class Cpu:
     """The processor. The load is the machine's, and the memory this process's."""
 
     kind = "cpu"
-    has_fused_adamw = True
     can_encode = True
 
     def count(self) -> int:
@@ -117,7 +112,6 @@ class Mps:
     """The GPU of an Apple processor, which shares the host's memory."""
 
     kind = "mps"
-    has_fused_adamw = True
     can_encode = False  # It has no fp64.
 
     def count(self) -> int:
@@ -157,7 +151,6 @@ class Xpu:
     """Intel GPUs with an XPU build of torch. The package pyzes gives load, temperature and power."""
 
     kind = "xpu"
-    has_fused_adamw = True
     can_encode = False  # Nobody has compared the bits of its encoding with those of the host.
 
     def count(self) -> int:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from node.errors import MachineError, ProtocolError, cause_of
+from node.errors import DamagedState, MachineError, ProtocolError, cause_of
 from node.host.disk_quota import META_BYTES, Room, any_room
 from node.host.files import NO_SPACE, sync_folder
 from node.training.tensorfile import read_tensors, write_tensors
@@ -40,8 +40,6 @@ META = "meta.json"
 
 DISK_FULL = "disk_full"
 """Code of the error if the disk has no room for a checkpoint."""
-DAMAGED = "damaged_state"
-"""Code of the error for an outer state that cannot be read. A retry cannot succeed."""
 _FOLDER = re.compile(r"(?P<replaced>replaced-)?round-(?P<round>-?\d+)")
 _TEMPORARY = ".writing-"
 _REPLACED = "replaced-"
@@ -89,8 +87,6 @@ class Checkpoint:
     """Lifetime totals of this node, as in `status.ContributionInfo`."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """Tail of the chain of round records, oldest first."""
-    other: dict[str, Tensor] = field(default_factory=dict)
-    """Further tensors of this node, such as a carried contribution; any shape and dtype."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else, as JSON."""
 
@@ -99,8 +95,7 @@ class Checkpoint:
 
     def local_tensors(self) -> dict[str, Tensor]:
         tensors = {} if self.local is None else {"local": self.local}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.items()}
-        return tensors | {f"other.{name}": tensor for name, tensor in self.other.items()}
+        return tensors | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.items()}
 
     @property
     def tensor_bytes(self) -> int:
@@ -108,7 +103,7 @@ class Checkpoint:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-_TENSOR_FIELDS = frozenset({"anchor", "momentum", "credit", "local", "optimizer", "other"})
+_TENSOR_FIELDS = frozenset({"anchor", "momentum", "credit", "local", "optimizer"})
 _META_FIELDS = tuple(f.name for f in fields(Checkpoint) if f.name not in _TENSOR_FIELDS)
 
 
@@ -340,14 +335,12 @@ class CheckpointStore:
 def read_outer(folder: Path) -> Checkpoint:
     """Read what `link_outer` has kept, without the tensors of this node alone.
 
-    Raises MachineError if it is damaged, and ProtocolError if a newer version wrote it.
+    Raises DamagedState, or ProtocolError if a newer version wrote it.
     """
     try:
         return _read(folder, with_local=False)
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise MachineError(
-            f"The outer state in {folder} is damaged ({cause_of(exc)}): remove the folder.", code=DAMAGED
-        ) from exc
+        raise DamagedState(f"The outer state in {folder} is damaged ({cause_of(exc)}): remove the folder.") from exc
 
 
 def _link_or_copy(path: Path, target: Path) -> None:
@@ -427,7 +420,6 @@ def _read(folder: Path, *, with_local: bool) -> Checkpoint:
         credit=outer["credit"],
         local=local.get("local"),
         optimizer=_with_prefix(local, "optimizer."),
-        other=_with_prefix(local, "other."),
     )
 
 

@@ -26,7 +26,6 @@ class Cuda:
     """NVIDIA GPUs. Implements `accelerator.Accelerator`."""
 
     kind = "cuda"
-    has_fused_adamw = True
     can_encode = True
 
     def count(self) -> int:

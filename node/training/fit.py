@@ -24,7 +24,8 @@ from node.config.manifest import RunConfig
 from node.config.schema import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
-from node.host.disk_quota import LEAST_BYTES, META_BYTES, quota_bytes
+from node.host.disk_quota import LEAST_BYTES, META_BYTES, quota_bytes, size_of
+from node.host.files import expand_user
 from node.host.memory import available_memory_bytes, memory_remedy, memory_size_bytes, own_memory_bytes
 from node.training.algorithm import feedback_of, optimizer_of
 from node.training.device import ComputeDevice, free_device_bytes
@@ -193,13 +194,12 @@ def compare_resources(
         yield "disk by limits.disk_gb", least, quota, f"set it to {1.05 * least / GB:.2g} or more, or to 0 for no limit"
     # At the limit, the oldest files are removed.
     wanted = min(needs.disk_bytes, quota) if quota else needs.disk_bytes
-    used = sum(path.stat().st_size for path in config.node.data_dir.glob("checkpoints/*/*") if path.is_file())
-    yield "disk", wanted - used, float(shutil.disk_usage(folder).free), remedy
+    yield "disk", wanted - size_of(config.node.data_dir / "checkpoints"), float(shutil.disk_usage(folder).free), remedy
 
 
 def _existing_parent(folder: Path) -> Path:
     """The folder itself, or the nearest parent that exists."""
-    folder = folder.expanduser()
+    folder = expand_user(folder)
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from node.config.manifest import InnerConfig
 from node.errors import MachineError, TrainingError
-from node.training.accelerator import accelerator_of
 from node.training.model import LossKind, NextTokenLoss, autocast, compile_layers
 from node.training.optimizers import Optimizers
 from node.training.ranks import Ranks, full_tensor
@@ -93,7 +92,7 @@ class InnerLoop:
         """Halved when the memory does not suffice."""
         self._clip_norm = cfg.clip_norm
         self._parameters = list(model.parameters())
-        self._optimizers = Optimizers(model, cfg, is_fused=accelerator_of(device).has_fused_adamw)
+        self._optimizers = Optimizers(model, cfg)
         self._scaler = torch.amp.GradScaler(device.type, FIRST_SCALE, enabled=how.precision == "fp16")
         self._skipped_in_a_row = 0
 

@@ -25,12 +25,9 @@ def is_for_muon(name: str, parameter: Tensor) -> bool:
 
 
 class Optimizers:
-    """The optimizers of one model; each parameter belongs to one of them. They change parameters in place.
+    """The optimizers of one model; each parameter belongs to one of them. They change parameters in place."""
 
-    `is_fused` says whether the device has a fused AdamW, which rounds differently.
-    """
-
-    def __init__(self, model: nn.Module, cfg: InnerConfig, *, is_fused: bool = True) -> None:
+    def __init__(self, model: nn.Module, cfg: InnerConfig) -> None:
         by_muon: list[Tensor] = []
         by_adamw: list[Tensor] = []
         for name, parameter in model.named_parameters():
@@ -43,7 +40,7 @@ class Optimizers:
             lr=cfg.lr,
             betas=(cfg.beta1, cfg.beta2),
             eps=cfg.eps,
-            fused=is_fused,
+            fused=True,
         )
         self._states: list[tuple[torch.optim.Optimizer, Sequence[Tensor], tuple[str, ...]]] = [
             (adamw, by_adamw, _ADAMW_KEYS)

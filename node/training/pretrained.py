@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from node.config.manifest import ModelConfig
 from node.errors import ConfigError, DataFolderError, MachineError
-from node.host.files import whole_folder
+from node.host.files import expand_user, whole_folder
 from node.host.printable import printable
 from node.training.hub import is_on_hub, require_no_folder, split_name, translate_errors
 from node.training.model import build_model, flatten, load_flat_, silence_transformers
@@ -77,7 +77,7 @@ def load_pretrained(
 
     silence_transformers()
     start, is_remote = cfg.start, is_on_hub(cfg.start)
-    folder = Path(start).expanduser()
+    folder = expand_user(start)
     if not is_remote and not folder.is_dir():
         raise MachineError(
             f"run.model.start {start}: there is no such folder: name one, or a model as hub:OWNER/NAME.", code="no_data"

@@ -7,7 +7,6 @@ failed.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -16,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from node.config.manifest import read_manifest
 from node.config.schema import Config
 from node.errors import NodeError
-from node.host.parent_death import die_with_parent
-from node.host.priority import lower_priority
+from node.host.priority import serve_parent
 from node.publication.waiting_rounds import WaitingRounds
 from node.status import MOST_SCORE, MOST_SCORES, TASK_NAME, TaskScores, Value
 
@@ -80,10 +78,7 @@ def choose_scores(found: Mapping[str, float], tasks: Sequence[str]) -> dict[str,
 
 
 def main() -> int:
-    die_with_parent(os.getppid())
-    lower_priority()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
-        os.dup2(2, 1)  # Packages print to stdout.
+    with serve_parent() as answers:
         config = Config.model_validate_json(sys.stdin.readline())
         import torch
 

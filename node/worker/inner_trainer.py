@@ -157,8 +157,7 @@ class InnerTrainer:
 
     @property
     def tokens_per_second(self) -> float:
-        per_step = self._run.inner.batch_size * self._run.inner.sequence_length
-        return per_step / statistics.fmean(self._step_s) if self._step_s else 0.0
+        return self._run.tokens_per_inner_step / statistics.fmean(self._step_s) if self._step_s else 0.0
 
     @property
     def can_evaluate(self) -> bool:
@@ -200,8 +199,7 @@ class InnerTrainer:
 
     def _continue(self, prompt: str, is_over: Callable[[], bool]) -> str | None:
         tokenizer, cfg = self._tokenizer, self._run.sample
-        begin = [] if tokenizer.begin is None else [tokenizer.begin]
-        tokens = [*begin, *tokenizer.encode(prompt)]
+        tokens = tokenizer.prompt(prompt)
         room = self._run.model.max_position_embeddings - len(tokens)
         if room < 1:
             return None

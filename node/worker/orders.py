@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -136,14 +137,10 @@ class Waiter:
 
     def wait(self, future: Future[T], on_poll: Callable[[], None] = lambda: None) -> T:
         """Wait for the future and return its result. `on_poll` is called every POLL_S."""
-        while True:
-            try:
-                return future.result(POLL_S)
-            except TimeoutError:
-                if future.done():
-                    raise
-                on_poll()
-                self._attend()
+        while not futures.wait((future,), POLL_S).done and not future.done():
+            on_poll()
+            self._attend()
+        return future.result()
 
     def start(self, work: Callable[[], T]) -> Future[T]:
         """Start work on a thread that lives until `close`: PDEATHSIG kills children when their parent thread exits."""

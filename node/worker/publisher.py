@@ -7,7 +7,6 @@ written, as a process that waits for its turn should be small.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -18,8 +17,8 @@ from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.errors import NodeError, UsageError
 from node.host.disk_quota import Quota, quota_bytes, size_of
-from node.host.parent_death import die_with_parent
-from node.host.priority import lower_priority
+from node.host.files import expand_user
+from node.host.priority import serve_parent
 from node.publication.publisher import Publisher, PublishEvent
 from node.publication.stores import open_store
 from node.publication.waiting_rounds import WaitingRound, WaitingRounds
@@ -43,7 +42,7 @@ def read_token(config: Config) -> str | None:
     if not name:
         return None
     try:
-        token = Path(name).expanduser().read_text(encoding="ascii").strip()
+        token = expand_user(name).read_text(encoding="ascii").strip()
     except (OSError, ValueError) as exc:
         raise UsageError(f"publish.token_file {name} cannot be read: name a file with the hub's token.") from exc
     if not token:
@@ -86,10 +85,7 @@ def make_publisher(start: PublisherStart, tell: Callable[[PublishEvent], None]) 
 
 
 def main() -> int:
-    die_with_parent(os.getppid())
-    lower_priority()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
-        os.dup2(2, 1)  # Packages print to stdout.
+    with serve_parent() as answers:
         try:
             start = PublisherStart.model_validate_json(sys.stdin.readline())
             make_publisher(start, lambda event: print(event.model_dump_json(), file=answers)).run()

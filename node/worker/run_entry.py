@@ -62,13 +62,12 @@ from node.worker.orders import Waiter
 from node.worker.publisher import read_token
 from node.worker.reporter import Reporter
 from node.worker.run_choice import choose_run
-from node.worker.session import Session, StartingPoint, check_chunks, rules_of
+from node.worker.session import Session, StartingPoint, check_chunks, check_size, rules_of
 from node.worker_protocol import FoundFrom, Start
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-SERVE_S = 5.0
 
 
 class RunEntry:
@@ -135,7 +134,7 @@ class RunEntry:
             if self._config.swarm.list_run:
                 member.list_run(text)
 
-        swarm.start_call(serve_manifest).result(SERVE_S)
+        self._waiter.wait(swarm.start_call(serve_manifest))
         rules = rules_of(manifest)
         moments = rules.outer.optimizer.moments
         source = CheckpointSource(self._store, manifest.parameters, self._folder / "cache", moments)
@@ -325,6 +324,7 @@ class RunEntry:
                 manifest = parse_manifest(data, self._invite.manifest_hash)
                 if not has_stated_size(manifest):
                     raise ManifestError("The run's manifest states a wrong number of parameters: join another run.")
+                check_size(manifest)
                 self._begin_joining(manifest.run)
                 self._write_manifest(data)
                 return manifest

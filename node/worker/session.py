@@ -10,7 +10,7 @@ from node.config.amendments import Terms
 from node.config.manifest import Invite, Manifest, RunConfig
 from node.diloco.codec import MAX_CHUNK_ELEMENTS, make_codec
 from node.diloco.fragments import strided
-from node.errors import ConfigError
+from node.errors import ConfigError, ManifestError
 from node.swarm.allreduce.reducer import chunk_layouts
 from node.swarm.chain.chain import OuterRule, Tip, schedule_tokens
 from node.swarm.consensus.context import AmendedRules, Rules
@@ -79,6 +79,15 @@ def rules_of(manifest: Manifest) -> Rules:
     charter = Charter(manifest.hash, manifest.run)
     make = partial(_rules_of, manifest)
     return replace(make(manifest.run), amended=AmendedRules(charter, make))
+
+
+def check_size(manifest: Manifest) -> None:
+    """Raise ManifestError if the run's model is too large for its rounds. Lists of its chunks would fill the memory."""
+    largest = MOST_CHUNKS * MAX_CHUNK_ELEMENTS * manifest.run.sync.fragment_count
+    if manifest.parameters > largest:
+        raise ManifestError(
+            f"The run has {manifest.parameters} parameters, and its rounds take at most {largest}: join another run."
+        )
 
 
 def check_chunks(rules: Rules) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from node.config.amendments import decode_list
-from node.config.manifest import BUILTIN_TEXT, RunConfig, SyncConfig
+from node.config.manifest import RunConfig, SyncConfig
 from node.config.schema import CheckpointConfig
 from node.diloco.fragments import Ranges
 from node.diloco.schedule import is_time_up, progress, swarm_tokens_at
@@ -689,13 +689,12 @@ class Trainer:
 
 def _inputs_of(run: RunConfig) -> dict[str, Any]:
     """The settings that decide which parts of a checkpoint a trainer can use."""
-    is_builtin = run.data.sources == (BUILTIN_TEXT,)
     return {
         "sync": run.sync.model_dump(mode="json"),
         "sources": list(run.data.sources),
         "sources_per_member": run.data.sources_per_member,
         # The built-in text is cut into rows of this length, and the position counts in them.
-        "row_length": run.inner.sequence_length if is_builtin else 0,
+        "row_length": run.inner.sequence_length if run.data.is_builtin else 0,
     }
 
 

@@ -134,6 +134,15 @@ def test_session_cookie_replaces_the_token_until_the_session_is_closed(client: C
     assert http.get(STATUS, headers=browser).status_code == 401
 
 
+def test_session_cookie_is_for_https_only_behind_a_proxy_with_tls(fake_node: FakeNode) -> None:
+    api = fake_node.config.api.model_copy(update={"public_url": "https://nas.example"})
+    fake_node.config = fake_node.config.model_copy(update={"api": api})
+    http = HttpClient(make_app(fake_node), TOKEN, "127.0.0.1")
+    for host, is_secure in (("nas.example", True), ("127.0.0.1:8080", False)):
+        cookie = http.post("/api/v1/session", headers={"Host": host}).headers["set-cookie"]
+        assert ("; secure" in cookie.lower()) == is_secure
+
+
 @pytest.mark.parametrize(
     "other",
     [

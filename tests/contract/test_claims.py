@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
+from node.swarm.consensus.handlers import MAX_REFUSED_CLAIMS
+from node.swarm.consensus.voter import Voter
 from node.swarm.messages import AcceptedOutcome, Document, accept
 from node.swarm.transport.wire import Message
 from tests.contract.harness import Node, Swarm, round_of
@@ -54,6 +56,25 @@ def test_a_claim_of_an_accepted_outcome_without_a_valid_vote_is_refused(swarm: S
     assert not second.participant.ballot._attempts[2].joins, "a false claim is no valid join"
     good = claim_of(member, outcome, hashes)
     assert _call(member, second, "attend", Message(join | {"accepted": good})).header["status"] == "wait"
+
+
+def test_few_wrong_claims_of_a_member_are_checked(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check takes up to a tenth of a second."""
+    _, _, second, member = _at_rest(swarm)
+    outcome, hashes = lone_outcome(member, member.tip.head, 1.0)
+    claim = claim_of(member, outcome, hashes)
+    join = {"attempt": 2, "join": forged_join(member, member.tip.head).model_dump()}
+    checks, read = [], Voter.read_accepted
+
+    def count(*args: Any) -> AcceptedOutcome:
+        checks.append(args)
+        return read(*args)
+
+    monkeypatch.setattr(Voter, "read_accepted", count)
+    for _ in range(5):
+        with pytest.raises(PeerError, match="has not voted"):
+            _call(member, second, "attend", Message(join | {"accepted": [*claim[:3], ""]}))
+    assert len(checks) == MAX_REFUSED_CLAIMS
 
 
 def _at_rest(swarm: Swarm) -> list[Node]:

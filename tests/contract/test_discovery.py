@@ -22,7 +22,8 @@ from node.swarm.identity import load_identity, new_identity
 from node.swarm.membership.discovery import RECORD_LIFE_S, REDIALED, Discovery, dht_key
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.peer_table import PURPOSE, PeerRecord, PeerTable, sign_record
-from node.swarm.transport.address_scope import MAX_DIALED
+from node.swarm.transport.address_scope import MAX_DIALED, Endpoint, parse_endpoint
+from node.swarm.transport.dialing import MAX_LOOKUPS, resolve
 from node.swarm.transport.libp2p import CONNECT_TIMEOUT_S
 from node.swarm.transport.p2pd import DaemonOptions, start_daemon
 from node.swarm.transport.wire import Message
@@ -350,3 +351,35 @@ def test_the_dht_stores_only_signed_records_of_its_run(swarm: Swarm, tmp_path: P
     holder.do(finder.discovery._use_dht())
     found = finder.peer_table.find(sender.peer_id)
     assert found is not None and found.number == 7
+
+
+def test_strangers_do_not_use_up_the_name_lookups_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, look_up = threading.Event(), socket.getaddrinfo
+
+    def hang(name: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(name).endswith(".example"):
+            over.wait(60)
+            raise socket.gaierror("no such name")
+        return look_up(name, *args, **kwargs)
+
+    def endpoint(name: str) -> Endpoint:
+        found = parse_endpoint(f"/dns4/{name}/tcp/9")
+        assert found is not None
+        return found
+
+    async def look() -> tuple[frozenset[str], ...]:
+        slow = [resolve(endpoint(f"n{n}.example"), 0.5, f"peer {n % 8}", "probe") for n in range(2 * MAX_LOOKUPS)]
+        asyncio.gather(*slow)
+        await asyncio.sleep(0.1)
+        of_stranger = await resolve(endpoint("localhost"), 5.0, "peer 9", "probe")
+        return (
+            of_stranger,
+            await resolve(endpoint("localhost"), 5.0, "peer 9"),
+            await resolve(endpoint("localhost"), 5.0),
+        )
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    try:
+        assert [set(found) for found in asyncio.run(look())] == [set(), {"127.0.0.1"}, {"127.0.0.1"}]
+    finally:
+        over.set()

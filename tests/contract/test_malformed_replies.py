@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgpack
 import pytest
 
 from node.diloco.digest import HASH_BYTES, root_digest
@@ -17,7 +18,7 @@ from node.errors import PeerError
 from node.status import Channel, Phase
 from node.swarm.connectivity.reachability import Reachability
 from node.swarm.state_sync.providers import ProviderSearch, Target, read_snapshot
-from node.swarm.transport.wire import MAX_DEPTH, Message, Service, unpack_header
+from node.swarm.transport.wire import MAX_DEPTH, MAX_ITEMS, Message, Service, unpack_header
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 20_000
@@ -244,3 +245,15 @@ def test_nesting_depth_of_a_message_header_is_limited() -> None:
     for depth in (MAX_DEPTH + 1, 500, 1000, 100_000):
         with pytest.raises(PeerError):
             unpack_header(packed(depth), lambda _: 0)
+
+
+def test_number_of_items_in_a_message_header_is_limited() -> None:
+    """Small items take 70 times their bytes as objects."""
+
+    def packed(lists: int, items: int) -> bytes:
+        return bytes(msgpack.packb(["x", {"a": [[{}] * items] * lists}, []]))
+
+    assert unpack_header(packed(3, MAX_ITEMS), lambda _: 0)[1]
+    for lists in (4, 127):
+        with pytest.raises(PeerError, match="not readable"):
+            unpack_header(packed(lists, MAX_ITEMS), lambda _: 0)

@@ -100,7 +100,7 @@ def test_each_module_has_a_docstring_and_short_functions(path: Path) -> None:
             assert length <= MAX_FUNCTION_LINES, f"{item.name} has {length} lines"
 
 
-@pytest.mark.parametrize("package", ["cli", "daemon", "api", "config", "host"])
+@pytest.mark.parametrize("package", ["cli", "daemon", "api", "config", "host", "worker.publisher"])
 def test_package_does_not_import_torch(package: str) -> None:
     """The test imports the package with all its modules in a fresh interpreter."""
     code = f"""

@@ -21,7 +21,7 @@ from node.training.accelerator import ACCELERATORS, Cpu, Mps, Xpu
 from node.training.cuda import Cuda, Rocm
 from node.training.device import choose_device, describe
 from node.training.fit import check_fit, choose_execution
-from node.training.inner import Execution, InnerLoop
+from node.training.inner import Execution
 from node.training.model import build_model
 from node.training.replica import Replica
 from tests.limited_device import LimitedDevice
@@ -108,22 +108,6 @@ def test_power_limit_of_a_device_without_nvml_is_refused_with_a_remedy(tmp_path:
     with pytest.raises(NotCapped, match="works only with NVIDIA GPUs"):
         cap(tmp_path, fake.power_id(CPU), 200.0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_inner_steps_without_a_fused_optimizer_reach_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = torch.randint(258, (4, 33), generator=torch.Generator().manual_seed(0))
-
-    def train() -> tuple[float, bool | None]:
-        inner = InnerLoop(build_model(TINY, seed=1), InnerConfig(), CPU)
-        losses = [inner.step(batch, 1e-2).loss for _ in range(20)]
-        return losses[-1], inner._optimizers.each[0].param_groups[0]["fused"]
-
-    monkeypatch.setitem(ACCELERATORS, "cpu", Cpu())
-    fused_loss, is_fused = train()
-    monkeypatch.setitem(ACCELERATORS, "cpu", LimitedDevice())
-    loss, is_fused_now = train()
-    assert (is_fused, is_fused_now) == (True, False)
-    assert loss == pytest.approx(fused_loss, rel=1e-3) and loss < 5.0
 
 
 def test_device_that_cannot_encode_gives_its_parameters_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

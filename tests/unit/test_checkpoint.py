@@ -37,9 +37,9 @@ def checkpoint(round: int = 12, parameters: int = P) -> Checkpoint:
     return Checkpoint(
         manifest_hash="ab" * 32, head="cd" * 32, round=round, tokens=10**12, state_digest="ef" * 32,
         leaves=("01" * 32, "23" * 32), anchor=draw(), momentum=draw(), local=draw(),
-        optimizer={"exp_avg": draw(), "step": torch.tensor([7.0])}, inner_step=3, text={"round": 13, "position": 2048},
+        optimizer={"exp_avg": draw(), "step": torch.tensor([7.0]), "halves": draw().bfloat16(), "none": torch.empty(0)},
+        inner_step=3, text={"round": 13, "position": 2048},
         contribution={"tokens_total": 5}, records=[{"round": 11, "members": ["a"]}],
-        other={"carried": draw(), "counts": torch.arange(4), "halves": draw().bfloat16(), "none": torch.empty(0)},
         extra={"words": "grün", "numbers": [1, 2.5, None]},
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ def same(a: Checkpoint | None, b: Checkpoint) -> bool:
         x, y = getattr(a, name), getattr(b, name)
         if isinstance(y, Tensor):
             assert torch.equal(x, y), name
-        elif isinstance(y, dict) and name in ("optimizer", "other"):
+        elif isinstance(y, dict) and name == "optimizer":
             assert list(x) == list(y)
             assert all(torch.equal(x[k], y[k]) and x[k].dtype == y[k].dtype for k in y), name
         else:
@@ -77,7 +77,7 @@ def test_a_saved_checkpoint_loads_unchanged(tmp_path: Path, round: int) -> None:
 
 def test_a_checkpoint_without_local_parameters_loads_unchanged(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
-    bare = replace(checkpoint(), local=None, optimizer={}, other={})
+    bare = replace(checkpoint(), local=None, optimizer={})
     store.save(bare)
     assert same(store.newest(repair=True), bare)
 
@@ -94,7 +94,7 @@ def test_checkpoint_files_are_plain_safetensors_and_json(tmp_path: Path) -> None
     outer, local = load_file(path / OUTER), load_file(path / LOCAL)
     assert torch.equal(outer["momentum"], checkpoint().momentum)
     assert set(outer) == {"anchor", "momentum", "credit"}
-    assert torch.equal(local["other.halves"], checkpoint().other["halves"])
+    assert torch.equal(local["optimizer.halves"], checkpoint().optimizer["halves"])
     body = json.loads((path / META).read_text())["body"]
     assert body["round"] == 12
     assert body["records"] == [{"round": 11, "members": ["a"]}]
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_skipped_by_readers_and_set_aside_by_the_writer(
 
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_detected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
-    small = replace(checkpoint(parameters=8), optimizer={}, other={})
+    small = replace(checkpoint(parameters=8), optimizer={})
     path = store.save(small)
     for name in (OUTER, LOCAL, META):
         data = (path / name).read_bytes()
@@ -384,7 +384,7 @@ def test_saving_to_a_full_disk_is_an_error_and_keeps_the_older_checkpoint(tiny_d
         store.save(checkpoint(round, parameters=100_000))
     assert caught.value.exit_code == 3
     assert caught.value.code == "disk_full"
-    for part in ("needs 2.1 MiB", "0.9 MiB are free", "older checkpoint is kept", "free some space"):
+    for part in ("needs 1.7 MiB", "0.9 MiB are free", "older checkpoint is kept", "free some space"):
         assert part in str(caught.value)
     assert names(tiny_disk / "checkpoints") == ["round-00000011"]
     assert same(store.newest(repair=True), checkpoint(11))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import re
@@ -533,3 +534,62 @@ def test_bash_completes_commands_options_and_settings(tmp_path: Path, capsys: py
     assert completed("status", "--w") == ["--watch"]
     assert completed("owner", "to") == ["token"]
     assert completed("run", "--limits.up") == ["--limits.upload_mbit_s"]
+
+
+def test_node_that_runs_and_does_not_answer_is_not_said_to_be_missing(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = tmp_path / "api.json"
+    stored = address.read_text()
+    address.unlink()  # The node is starting.
+    assert call("status", "--data-dir", str(tmp_path)) == 2
+    assert "does not answer now: try again in a moment" in capsys.readouterr().err
+    address.write_text(stored.replace(str(node.server_port), "1"))
+    assert call("status", "--data-dir", str(tmp_path)) == 2
+    assert "does not answer now: try again in a moment" in capsys.readouterr().err
+
+
+def test_command_names_the_values_that_the_node_refuses(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = {"where": "body.after_round", "message": "Input should be greater than or equal to 0"}
+    node.answer = 422, {"title": "Unprocessable", "detail": "The request is not valid.", "faults": [fault]}
+    assert call("pause", "--after-round", "-1", "--data-dir", str(tmp_path)) == 2
+    assert "body.after_round: Input should be greater than or equal to 0." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("config", "--data-dir", "~no-such-user/x"), "names no user of this machine"),
+        (("config", "--run.preset", "~no-such-user/x.toml"), "names no user of this machine"),
+        (("config", "--config", "~no-such-user/x.toml"), "names no user of this machine"),
+        (("verify", "~no-such-user/x"), "names no user of this machine"),
+        (("pause", "--until", "0001-01-01T00:00:00+05:00"), "date value out of range"),
+        (("config", "--run.phases", '[{"a":' + "[" * 50_000), "nested too deeply"),
+    ],
+)  # fmt: skip
+def test_unusual_values_are_refused_in_one_sentence(
+    argv: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*argv, environ={"DILOCO_NODE__DATA_DIR": str(tmp_path), "HOME": str(tmp_path)}) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize("command", ["config", "certificate", "doctor"])
+def test_data_folder_of_another_user_is_named_as_such(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As that of a service of the machine is for its owner."""
+    exists, read = Path.exists, Path.read_bytes
+
+    def found(path: Path) -> Path:
+        if tmp_path in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return path
+
+    monkeypatch.setattr(Path, "exists", lambda path: exists(found(path)))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(found(path)))
+    assert call(command, "--data-dir", str(tmp_path)) == 2
+    assert f"The data folder {tmp_path} belongs to another user" in capsys.readouterr().err

@@ -133,6 +133,16 @@ def test_pause_request_of_the_owner_survives_a_restart(tmp_path: Path) -> None:
         assert directory.load_owner_request() is None
         (tmp_path / "pause.json").write_text('{"until": ')
         assert directory.load_owner_request() == OwnerRequest()
+        (tmp_path / "pause.json").unlink()
+        (tmp_path / "pause.json").mkdir()  # It cannot be read.
+        assert directory.load_owner_request() == OwnerRequest()
+
+
+def test_end_of_a_node_does_not_fail_if_its_address_cannot_be_removed(tmp_path: Path) -> None:
+    with DataDirectory.open(tmp_path):
+        (tmp_path / "api.json").mkdir()
+    (tmp_path / "api.json").rmdir()
+    DataDirectory.open(tmp_path).close()
 
 
 def test_saved_counters_survive_a_restart(tmp_path: Path) -> None:

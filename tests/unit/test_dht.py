@@ -88,11 +88,17 @@ async def test_requests_and_replies_of_the_dht_are_limited(monkeypatch: pytest.M
 
 
 @in_loop
-async def test_a_result_that_never_expires_does_not_hide_the_records_of_other_nodes() -> None:
-    key, never, records = DHTID.generate("key"), DictionaryDHTValue(), DictionaryDHTValue()
-    records.store("peer", b"record", get_dht_time() + 60)
-    answers = {
-        "hostile": {key: (ValueWithExpiration(never, float("inf")), {"nearest": "other"})},
+async def test_a_hostile_result_does_not_hide_the_records_of_other_nodes() -> None:
+    key, records, soon = DHTID.generate("key"), DictionaryDHTValue(), get_dht_time() + 60
+    records.store("peer", b"record", soon)
+    strange = {"size": DictionaryDHTValue(), "nan": DictionaryDHTValue(), "end": DictionaryDHTValue()}
+    strange["size"].maxsize, strange["nan"].maxsize, strange["end"].latest_expiration_time = "x", float("nan"), None
+    hostile = {
+        "never": ValueWithExpiration(DictionaryDHTValue(), float("inf")),
+        **{name: ValueWithExpiration(value, soon) for name, value in strange.items()},
+    }
+    answers: dict[str, Any] = {
+        **{name: {key: (value, {"nearest": "other"})} for name, value in hostile.items()},
         "honest": {key: (ValueWithExpiration(records, get_dht_time() + 60), {})},
         "empty": {key: (None, {})},
         "silent": None,
@@ -103,7 +109,8 @@ async def test_a_result_that_never_expires_does_not_hide_the_records_of_other_no
 
     protocol = SimpleNamespace(call_find=find)
     dht._drop_late_results(protocol)
-    assert await protocol.call_find("hostile", [key]) == {key: (None, {"nearest": "other"})}
+    for peer in hostile:
+        assert await protocol.call_find(peer, [key]) == {key: (None, {"nearest": "other"})}
     for peer in ("honest", "empty", "silent"):
         assert await protocol.call_find(peer, [key]) == answers[peer]
 

@@ -133,6 +133,7 @@ def change_config(folder: Path, **values: Any) -> None:
         (lambda folder: rewrite(folder, manifest_hash="ab" * 32), "contradicts itself"),
         (lambda folder: rewrite(folder, leaves=["ab" * 32, "cd" * 32]), "contradicts itself"),
         (lambda folder: rewrite(folder, leaves=["ab" * 32]), "is damaged"),
+        (lambda folder: rewrite(folder, parameters=10**18), "is damaged"),
         (lambda folder: rewrite(folder, files={"../node/manifest.json": "00"}), "cannot be read|has changed"),
         (use_other_parameters, "its parameters are not those of round 1"),
         (lambda folder: change_config(folder, rms_norm_eps=0.5), "config.json describes another model"),
@@ -143,8 +144,8 @@ def change_config(folder: Path, **values: Any) -> None:
         (lambda folder: change_config(folder, auto_map={"AutoModel": "evil.py--Model"}), "names code to load"),
     ],
     ids=[
-        "file", "no file", "no JSON", "no record", "round", "tokens", "run", "leaf", "few leaves", "path", "parameters",
-        "norm", "heads", "code",
+        "file", "no file", "no JSON", "no record", "round", "tokens", "run", "leaf", "few leaves", "size", "path",
+        "parameters", "norm", "heads", "code",
     ],
 )  # fmt: skip
 def test_verify_refuses_a_changed_export(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,19 @@ def test_key_file_has_the_layout_of_libp2p(tmp_path: Path) -> None:
     assert data[:4] == b"\x08\x01\x12\x40" and len(data) == 68
     (tmp_path / "key").write_bytes(data)
     assert load_identity(tmp_path / "key").peer_id == identity.peer_id
+
+
+def test_key_file_that_could_not_be_written_does_not_stay(tmp_path: Path) -> None:
+    """The disk is full at the first start: the next start makes the key."""
+    path = tmp_path / "identity.key"
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from node.swarm.identity import load_identity\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))\n"
+        "try: load_identity(Path(sys.argv[1]))\n"
+        "except Exception as exc: print(exc.exit_code, exc)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith(f"75 {path} cannot be written (File too large)"), done.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert load_identity(path).peer_id == load_identity(path).peer_id

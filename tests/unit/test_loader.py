@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from node.config.loader import Loaded, known_keys, load, nearest
+from node.config.loader import Loaded, known_keys, load, nearest, settings_as_variables
 from node.config.schema import Config
 from node.errors import ConfigError
 
@@ -76,6 +77,14 @@ def test_list_settings_are_written_in_toml_or_separated_by_commas(tmp_path: Path
     assert loaded(flags=["--swarm.listen", ",".join(both)]).config.swarm.listen == both
     assert loaded(file, flags=["--swarm.listen=", "--swarm.announce="]).config.swarm.listen == ()
     assert loaded(flags=["--swarm.listen", "[]"]).config.swarm.listen == ()
+
+
+def test_texts_with_commas_are_given_as_json() -> None:
+    prompts = ("Once upon a time, there", "second")
+    start = loaded(flags=["--run.sample.prompts", json.dumps(prompts)])
+    assert start.config.run.sample.prompts == prompts
+    assert loaded(environ=settings_as_variables(start)).config.run.sample.prompts == prompts
+    assert loaded(flags=["--run.sample.prompts", "one,two"]).config.run.sample.prompts == ("one", "two")
 
 
 def test_plain_hosts_and_ports_in_settings_become_multiaddresses() -> None:

@@ -141,3 +141,16 @@ def test_machine_that_has_joined_cannot_rename_its_owner(
     (box / OWN_PROFILE_FILE).write_text("{")
     assert run(box) == 2
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_end_of_input_at_the_hidden_prompt_is_a_usage_error(
+    laptop: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(_prompt: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("getpass.getpass", end)
+    assert run(laptop, "join") == 2
+    assert "Paste the token" in capsys.readouterr().err

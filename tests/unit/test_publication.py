@@ -20,7 +20,7 @@ from node.config.amendments import rewound
 from node.config.manifest import Manifest, RunConfig
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
-from node.errors import ConfigError, MachineError, UsageError
+from node.errors import ConfigError, DamagedState, MachineError, UsageError
 from node.publication.model_card import CurvePoint, curve_drawing, read_curve, with_point, write_curve
 from node.publication.model_folder import STATE_FILE, read_publication, verify_model_folder
 from node.publication.publisher import Publisher, PublishEvent
@@ -36,7 +36,7 @@ from node.publication.stores import (
 )
 from node.publication.waiting_rounds import MOST_WAITING, WaitingRounds
 from node.status import PublicationInfo
-from node.training.checkpoint import DAMAGED, CheckpointStore, read_outer
+from node.training.checkpoint import CheckpointStore, read_outer
 from node.worker_protocol import FoundFrom
 from tests.publish_hub import PublishHub, Repository
 from tests.unit.data_folder import make_data_folder
@@ -69,6 +69,7 @@ ONE, TWO = revision_of(3, "ab" * 32), revision_of(7, "cd" * 32)
         ("hub:ada/tiny", "hub", "ada/tiny"),
         ("/srv/models", "folder", "/srv/models"),
         ("file:///srv/models", "folder", "/srv/models"),
+        ("file://localhost/srv/my%20models", "folder", "/srv/my models"),
         ("models", "folder", str(Path("models").absolute())),
         ("s3://bucket/models/", "url", "s3://bucket/models"),
         ("memory://models", "url", "memory://models"),
@@ -508,7 +509,7 @@ def test_a_place_that_fails_is_tried_again_ever_more_rarely(scene: Scene) -> Non
 def test_what_cannot_be_written_is_given_up_and_the_next_round_follows(scene: Scene) -> None:
     scene.rounds.add(Outer(), 3, "ab" * 32, 0)
     scene.rounds.add(Outer(), 7, "cd" * 32, 0)
-    scene.store.problems = [MachineError("The outer state is damaged: remove it.", code=DAMAGED)]
+    scene.store.problems = [DamagedState("The outer state is damaged: remove it.")]
     scene.publisher.run()
     assert scene.results == [("given_up", 3), ("published", 7)] and scene.rounds.all() == []
 

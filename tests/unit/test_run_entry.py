@@ -44,3 +44,17 @@ def test_a_founder_refuses_a_run_whose_rounds_have_more_chunks_than_a_plan_can_n
     with pytest.raises(ConfigError, match=r"more than 17\.2 billion parameters: set run\.sync\.mode to streaming"):
         check_chunks(rules())
     check_chunks(rules(mode="streaming", fragments=16))
+
+
+def test_joiner_refuses_a_run_that_is_larger_than_rounds_can_be() -> None:
+    """Lists of its chunks would fill the memory, and again at each start."""
+    model = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 10_000}
+    run = RunConfig.model_validate({"model": {**model, "num_attention_heads": 2**10, "num_key_value_heads": 2**10}})
+    manifest = Manifest(run_id="0" * 32, initial_digest="0" * 64, parameters=sum(unit_elements(run.model)), run=run)
+    entry = cast(Any, object.__new__(RunEntry))
+    entry._invite = Invite(manifest.hash, ())
+    entry._waiter = SimpleNamespace(wait=lambda _: manifest.canonical())
+    entry._reporter = SimpleNamespace(enter=lambda *_: None)
+    swarm = SimpleNamespace(view=SimpleNamespace(problem=""), start_call=lambda _: None)
+    with pytest.raises(ManifestError, match="join another run"):
+        entry._fetch_manifest(swarm)

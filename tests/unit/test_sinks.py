@@ -193,3 +193,12 @@ def test_a_folder_that_cannot_be_written_ends_the_sink_with_a_reason(tmp_path: P
     done = write("jsonl", tmp_path / "missing")
     assert done.returncode == FAILED
     assert "FileNotFoundError" in done.stderr.splitlines()[-1]
+
+
+def test_json_lines_drops_a_line_that_a_full_disk_has_cut_off(tmp_path: Path) -> None:
+    assert_written(write("jsonl", tmp_path, POINTS[:2]), 2)
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "tok')
+    assert_written(write("jsonl", tmp_path, POINTS[2:]), 1)
+    rows = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [p.round for p in POINTS]

@@ -133,7 +133,15 @@ def test_forged_release_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{}", b"<html>", b'{"release": "x", "signature": "%"}', b'{"release": 1, "signature": ""}', b"\xff\x00"],
+    [
+        b"",
+        b"{}",
+        b"<html>",
+        b'{"release": "x", "signature": "%"}',
+        b'{"release": 1, "signature": ""}',
+        b"\xff\x00",
+        b'{"release": "x", "signature": "\xc3\xa9"}',
+    ],
 )
 def test_what_is_no_release_file_is_refused(data: bytes) -> None:
     with pytest.raises(ReleaseError, match="not a release file"):
@@ -179,9 +187,7 @@ def test_other_wheel_than_the_signed_one_is_not_installed(tmp_path: Path, conten
 def test_failed_pip_is_an_error_that_says_what_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: Pip, text: str
 ) -> None:
-    monkeypatch.setattr(
-        "node.commands.update.metadata.version", {"diloco-node": "0.1.0", "torch": "2.13.0"}.__getitem__
-    )
+    monkeypatch.setattr("node.commands.update.installed_version", {"diloco-node": "0.1.0", "torch": "2.13.0"}.get)
     with pytest.raises(MachineError, match=text):
         install(source(tmp_path, release()), release(), pip)
 
@@ -198,7 +204,7 @@ def test_failed_pip_is_an_error_that_says_what_is_installed(
 def test_build_of_torch_is_not_replaced_by_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, needed: str, index: str | None
 ) -> None:
-    monkeypatch.setattr("node.commands.update.metadata.version", {"torch": installed}.__getitem__)
+    monkeypatch.setattr("node.commands.update.installed_version", {"torch": installed}.get)
     wheel = wheel_that_needs("numpy>=2", f"torch=={needed}")
     made = release(size_bytes=len(wheel), sha256=hashlib.sha256(wheel).hexdigest())
     where, pip = source(tmp_path, made), Pip()
@@ -238,6 +244,8 @@ def test_only_https_and_files_are_read(url: str) -> None:
 def test_missing_release_file_is_an_error_with_its_address(tmp_path: Path) -> None:
     with pytest.raises(ReleaseError, match=r"gone\.json cannot be read"):
         check(ReleaseSource(str(tmp_path / "gone.json"), (public(KEY),)), "0.1.0", NOW)
+    with pytest.raises(ReleaseError, match=r"https://\[x cannot be read"):
+        check(ReleaseSource("https://[x", (public(KEY),)), "0.1.0", NOW)
 
 
 def test_address_that_does_not_answer_leaves_no_empty_brackets(monkeypatch: pytest.MonkeyPatch) -> None:

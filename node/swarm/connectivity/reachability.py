@@ -539,7 +539,7 @@ def _widest_scope(ips: Sequence[str]) -> Scope:
 async def _resolve_all(addresses: Collection[str], caller: str) -> dict[str, frozenset[str]]:
     """Resolve each multiaddress that the caller has named to its IP addresses."""
     endpoints = filter(None, map(parse_endpoint, addresses))
-    found = await asyncio.gather(*(resolve(endpoint, RESOLVE_S, caller) for endpoint in endpoints))
+    found = await asyncio.gather(*(resolve(endpoint, RESOLVE_S, caller, "probe") for endpoint in endpoints))
     return dict(zip(addresses, found, strict=True))
 
 

@@ -59,6 +59,8 @@ class Attempt:
     joins: dict[str, Document] = field(default_factory=dict)
     proposals: dict[str, AcceptedOutcome] = field(default_factory=dict)
     """The outcome that each member has accepted in an earlier attempt."""
+    refused_claims: dict[str, list[PeerError]] = field(default_factory=dict)
+    """Why claims of each member to have accepted an outcome were refused."""
     attended_at_s: dict[str, float] = field(default_factory=dict)
     """When each member that has joined at this node last attended."""
     plan: Document | None = None

@@ -21,6 +21,7 @@ from node.swarm.consensus.depositary import Depositary, check_chunks
 from node.swarm.consensus.leader import Leader
 from node.swarm.consensus.voter import Voter
 from node.swarm.messages import (
+    AcceptedOutcome,
     Document,
     Join,
     accepted_by,
@@ -34,6 +35,8 @@ MAX_AT_ONCE = 4
 """Limit on concurrent request bodies of one verb from one caller. Bodies of failed attempts may still be arriving."""
 MAX_AVERAGES = 2
 """Limit on concurrent averages for one caller. That of a failed attempt may still be running."""
+MAX_REFUSED_CLAIMS = 2
+"""Limit on the wrong claims of one member that are checked in one attempt."""
 MAX_FETCHES = 2
 """Limit on concurrent fetches of one caller. `ResultCache.reserve` limits what all callers hold together."""
 
@@ -103,7 +106,7 @@ class Handlers:
             return Message({"status": "elsewhere"})
         attempt = self.ballot.attended(number, caller)
         if (claim := message.header.get("accepted")) and caller not in attempt.proposals:
-            attempt.proposals[caller] = self.voter.read_accepted(claim, caller, attempt)
+            attempt.proposals[caller] = self._read_claim(claim, caller, attempt)
         if caller not in attempt.joins:
             attempt.has_join.set()
         attempt.joins[caller] = document
@@ -118,6 +121,20 @@ class Handlers:
         if attempt.leading is None and number == self.ballot.number:
             attempt.leading = self.ctx.tasks.spawn(self.leader.lead(attempt))
         return await self._held(attempt, caller, str(message.header.get("has", "")))
+
+    def _read_claim(self, claim: Any, caller: str, attempt: Attempt) -> AcceptedOutcome:
+        """Check a member's claim to have accepted an outcome. Raises PeerError.
+
+        A check of a thousand signatures takes a tenth of a second, so a member gets MAX_REFUSED_CLAIMS of them.
+        """
+        refused = attempt.refused_claims.setdefault(caller, [])
+        if len(refused) >= MAX_REFUSED_CLAIMS:
+            raise PeerError(str(refused[-1]), code=refused[-1].code)
+        try:
+            return self.voter.read_accepted(claim, caller, attempt)
+        except PeerError as exc:
+            refused.append(PeerError(str(exc), code=exc.code))  # `exc` itself would keep the claim in memory.
+            raise
 
     async def _held(self, attempt: Attempt, caller: str, has: str) -> Message:
         """Wait until there is more than the member has, and return it. Returns `wait` after `hold_s`."""

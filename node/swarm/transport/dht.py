@@ -6,6 +6,7 @@ They are apart, because peers of other runs must neither hold a run's peer recor
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from asyncio import wait_for
 from collections.abc import Awaitable, Callable, Collection
@@ -20,7 +21,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
-from hivemind.utils.timed_storage import get_dht_time
+from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
 from node.swarm.transport.control import close_failed_requests, log_task_errors
 from node.swarm.transport.p2pd import Daemon
@@ -192,10 +193,11 @@ async def _create_node(p2p: P2P, validator: RecordValidatorBase, **options: Any)
 
 
 def _drop_late_results(protocol: DHTProtocol) -> None:
-    """Let searches drop a result that expires later than MAX_LIFE_S from now.
+    """Let searches drop a result that expires later than MAX_LIFE_S from now, or that cannot be merged with others.
 
     A search prefers the result that expires last. One node could hide all records of a key by an empty dictionary that
-    never expires, because hivemind only checks the values in a dictionary.
+    never expires, because hivemind only checks the values in a dictionary. A dictionary whose size is no number would
+    end the search.
     """
     find = protocol.call_find
 
@@ -203,8 +205,16 @@ def _drop_late_results(protocol: DHTProtocol) -> None:
         found = await find(peer, keys)
         latest = get_dht_time() + MAX_LIFE_S
         return found and {
-            key: (value if value is None or value.expiration_time <= latest else None, nearest)
+            key: (value if value is None or _is_usable(value, latest) else None, nearest)
             for key, (value, nearest) in found.items()
         }
 
     protocol.call_find = find_valid
+
+
+def _is_usable(found: ValueWithExpiration[Any], latest: float) -> bool:
+    """Whether a result expires until `latest`, and a dictionary has numbers where hivemind compares them."""
+    numbers = [found.expiration_time]
+    if isinstance(found.value, DictionaryDHTValue):
+        numbers += [found.value.latest_expiration_time, found.value.maxsize]
+    return all(isinstance(one, (int, float)) and not math.isnan(one) for one in numbers) and numbers[0] <= latest

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from node.errors import PeerError
 from node.swarm.transport.address_scope import Endpoint, direct_address
@@ -22,13 +23,15 @@ logger = logging.getLogger(__name__)
 
 MAX_IPS = 8
 """Limit on the IP addresses of one name that are tried."""
+Use = Literal["dial", "probe"]
 MAX_LOOKUPS = 16
-"""Limit on concurrent lookups, because a peer's own name server may delay each lookup for a minute."""
+"""Limit on concurrent lookups of one use, because a peer's own name server may delay each lookup for a minute. Lookups
+of names from this node's own settings do not count."""
 MAX_LOOKUPS_PER_PEER = 4
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 _lock = threading.Lock()
-_lookups: Counter[str] = Counter()
-"""The number of running lookups for each peer id."""
+_lookups: dict[Use, Counter[str]] = {"dial": Counter(), "probe": Counter()}
+"""The number of running lookups for each peer id. Any stranger may ask for a probe, so probes have their own places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +78,25 @@ async def _first(probes: Sequence[Coroutine[None, None, Listener | None]]) -> Li
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def resolve(endpoint: Endpoint, timeout_s: float, peer_id: str = "") -> frozenset[str]:
+async def resolve(endpoint: Endpoint, timeout_s: float, peer_id: str = "", use: Use = "dial") -> frozenset[str]:
     """The IP addresses of an endpoint; empty if its name does not resolve in time, or too many lookups are running.
 
-    `peer_id` is the peer that named the endpoint, and the lookup counts towards the limit of this peer.
+    Args:
+        peer_id: the peer that named the endpoint, to whose limit the lookup counts; empty for this node's settings.
     """
     if endpoint.ip is not None:
         return frozenset({str(endpoint.ip)})
     with _lock:
-        if _lookups[peer_id] >= MAX_LOOKUPS_PER_PEER or _lookups.total() >= MAX_LOOKUPS:
+        running = _lookups[use]
+        is_full = peer_id and running.total() - running[""] >= MAX_LOOKUPS
+        if is_full or running[peer_id] >= MAX_LOOKUPS_PER_PEER:
             return frozenset()
-        _lookups[peer_id] += 1
+        running[peer_id] += 1
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[frozenset[str]] = loop.create_future()
     # A lookup cannot be cancelled. Pool threads would be joined at exit, so each lookup gets a daemon thread.
-    threading.Thread(target=_look_up, args=(endpoint, peer_id, loop, answer), name="resolve", daemon=True).start()
+    arguments = endpoint, peer_id, running, loop, answer
+    threading.Thread(target=_look_up, args=arguments, name="resolve", daemon=True).start()
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
@@ -99,7 +106,11 @@ async def resolve(endpoint: Endpoint, timeout_s: float, peer_id: str = "") -> fr
 
 
 def _look_up(
-    endpoint: Endpoint, peer_id: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[frozenset[str]]
+    endpoint: Endpoint,
+    peer_id: str,
+    running: Counter[str],
+    loop: asyncio.AbstractEventLoop,
+    answer: asyncio.Future[frozenset[str]],
 ) -> None:
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, _FAMILIES[endpoint.kind], socket.SOCK_STREAM)
@@ -109,9 +120,9 @@ def _look_up(
         ips = frozenset()
     finally:
         with _lock:
-            _lookups[peer_id] -= 1
-            if not _lookups[peer_id]:
-                del _lookups[peer_id]
+            running[peer_id] -= 1
+            if not running[peer_id]:
+                del running[peer_id]
 
     def deliver() -> None:
         if not answer.done():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -27,6 +27,8 @@ MAX_DEPTH = 8
 """Limit on the nesting of a header, because msgpack reads deeper values than Python can print or compare."""
 MAX_ITEMS = 8192
 """Limit on the items of a list in a header."""
+MAX_HEADER_ITEMS = 4 * MAX_ITEMS
+"""Limit on the items of all lists and maps in a header. As objects, small items take 70 times their bytes."""
 MAX_BLOBS = 4096
 MAX_REPLY_BYTES = 8 * 2**20
 """Default limit on a reply's body."""
@@ -39,6 +41,7 @@ MALFORMED_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, Recursi
 """Exceptions that malformed peer input can raise in a handler."""
 
 T = TypeVar("T")
+SizedT = TypeVar("SizedT", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +269,10 @@ def pack_header(verb: str, message: Message) -> bytes:
 
 def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, dict[str, Any], list[int]]:
     """Decode a peer's header into verb, header and blob sizes. Raises PeerError for anything out of bounds."""
+    limits = {"strict_map_key": True, "max_map_len": 4096, "max_array_len": MAX_ITEMS}
+    count = _ItemCount()
     try:
-        verb, header, sizes = msgpack.unpackb(data, strict_map_key=True, max_map_len=4096, max_array_len=MAX_ITEMS)
+        verb, header, sizes = msgpack.unpackb(data, object_hook=count.add, list_hook=count.add, **limits)
     except (ValueError, TypeError, msgpack.UnpackException) as exc:
         raise PeerError("a message is not readable") from exc
     if not isinstance(verb, str) or not isinstance(header, dict) or not isinstance(sizes, list):
@@ -279,6 +284,20 @@ def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, di
     if sum(sizes) > max_bytes(verb):
         raise PeerError(f"a message {verb[:40]!r} is longer than allowed ({sum(sizes)} bytes)", code="bad_size")
     return verb, header, sizes
+
+
+class _ItemCount:
+    """Counts the items of a header while it is decoded."""
+
+    def __init__(self) -> None:
+        self._items = 0
+
+    def add(self, found: SizedT) -> SizedT:
+        """Count the items of a list or map. Raises ValueError beyond MAX_HEADER_ITEMS."""
+        self._items += len(found)
+        if self._items > MAX_HEADER_ITEMS:
+            raise ValueError("a header has too many items")
+        return found
 
 
 def _is_deeper(value: object, depth: int) -> bool:
