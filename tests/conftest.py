@@ -134,7 +134,7 @@ def is_slow(item: pytest.Item) -> bool:
     if item.nodeid.startswith(QUICK):
         return False
     if item.nodeid.startswith("tests/api/"):
-        return hasattr(getattr(item, "module", None), "Daemon")
+        return isinstance(item, pytest.Function) and "Daemon" in item.function.__code__.co_names
     return item.nodeid.startswith(SLOW) or (item.nodeid.startswith("tests/contract/") and "[p2p" in item.nodeid)
 
 

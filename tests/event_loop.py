@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
-from contextlib import closing
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 from tests.simulation.virtual_loop import VirtualLoop
 
 P = ParamSpec("P")
+T = TypeVar("T")
 TIMEOUT_S = 40.0
 
 
@@ -24,19 +24,17 @@ def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     return run
 
 
+def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, on virtual time, so that a busy machine changes nothing. Sleeping takes no real time."""
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(lambda: 0.0)) as runner:
+        return runner.run(main)
+
+
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run the test on virtual time, so that a busy machine changes nothing. Sleeping takes no real time."""
+    """Run the test on virtual time. It raises TimeoutError after TIMEOUT_S of virtual time."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        with closing(VirtualLoop(lambda: 0.0)) as loop:
-            try:
-                loop.run_until_complete(asyncio.wait_for(test(*args, **kwargs), TIMEOUT_S))
-            finally:
-                left = asyncio.all_tasks(loop)
-                for task in left:
-                    task.cancel()
-                if left:
-                    loop.run_until_complete(asyncio.wait(left))
+        run_in_virtual_time(asyncio.wait_for(test(*args, **kwargs), TIMEOUT_S))
 
     return run

@@ -30,7 +30,7 @@ PATIENCE_S = 10.0
 
 @dataclass
 class FakeModel:
-    """Says `words`. A prompt that begins with "wait" is answered only after `go`."""
+    """Says `words`. After a prompt with "wait" in it, the last word comes only after `go`."""
 
     words: Sequence[object] = ("Hi", "", " you")
     go: threading.Event = field(default_factory=threading.Event)
@@ -44,9 +44,9 @@ class FakeModel:
         yield Piece("", 5, 0, None)
         if text == "fault":
             raise RuntimeError("a fault of ours")
-        if text.startswith("wait"):
-            assert self.go.wait(PATIENCE_S)
         for number, word in enumerate(self.words, 1):
+            if "wait" in text and number == len(self.words):
+                assert self.go.wait(PATIENCE_S)
             yield Piece(str(word), 5, number, "length" if number == len(self.words) else None)
 
     def chat(self, messages: Sequence[Mapping[str, str]], options: SamplingOptions) -> Iterator[Piece]:
@@ -135,13 +135,16 @@ def test_a_chat_is_streamed_as_events_with_usage_if_asked() -> None:
 def test_an_event_comes_before_the_answer_is_complete() -> None:
     model = FakeModel()
 
-    async def use(_: Served, http: httpx.AsyncClient) -> str:
-        chat = {**CHAT, "messages": [{"role": "user", "content": "x"}], "stream": True}
-        model.go.clear()
+    async def use(_: Served, http: httpx.AsyncClient) -> None:
+        chat = {**CHAT, "messages": [{"role": "user", "content": "wait"}], "stream": True}
         async with http.stream("POST", CHATS, json=chat) as response:
-            first = await anext(response.aiter_text())
-            assert "assistant" in first and not model.go.is_set()
-            return first
+            found, texts = "", response.aiter_text()
+            while '"Hi"' not in found:
+                found += await anext(texts)
+            assert "assistant" in found and " you" not in found
+            model.go.set()
+            rest = "".join([text async for text in texts])
+            assert " you" in rest and rest.endswith("data: [DONE]\n\n")
 
     with_model(model, use)
 

@@ -7,7 +7,6 @@ both from a seed, so that the arms of a comparison share them. It writes data fo
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,13 +48,6 @@ def lend_identity(keys: Path, folder: Path, name: str) -> str:
     target.write_bytes((keys / f"{name}.key").read_bytes())
     target.chmod(0o600)
     return identity.peer_id
-
-
-def free_port() -> int:
-    """Return a TCP port that is free at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def listen_at(port: int) -> str:

@@ -18,7 +18,6 @@ import argparse
 import json
 import random
 import re
-import socket
 import tempfile
 import threading
 import time
@@ -36,6 +35,7 @@ from node.swarm.messages import Proof, RoundOutcome, parse
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import end_all_on_sigterm
 from tests.benchmarks.series import Series, with_earlier
+from tests.free_ports import free_port
 from tests.swarm import fork_server
 from tests.swarm.harness import START_S, Node, Swarm, checkpoint_meta, tiny
 
@@ -190,11 +190,11 @@ class Swarms:
         self._watchers: list[Watcher] = []
         self.nodes = [swarm.node(NAMES[0])]
         self._started_s = time.monotonic()
-        self.nodes[0].listen = _free_address()
+        self.nodes[0].listen = f"/ip4/127.0.0.1/tcp/{free_port()}"
         self.start()
         for name in NAMES[1:]:
             node = swarm.node(name, join=self.nodes[0].invite())
-            node.preset, node.listen = None, _free_address()
+            node.preset, node.listen = None, f"/ip4/127.0.0.1/tcp/{free_port()}"
             self._start_one(node)
             self.nodes.append(node)
 
@@ -314,15 +314,6 @@ def _tree(node: Node) -> list[psutil.Process]:
             root = psutil.Process(pid)
             found |= {process.pid: process for process in (root, *root.children(recursive=True))}
     return list(found.values())
-
-
-def _free_address() -> str:
-    """An address that a node can keep over all its starts. The kernel does not assign its port to other programs."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return f"/ip4/127.0.0.1/tcp/{port}"
 
 
 def play(folder: Path, kills: int, seed: int, minutes: float) -> dict[str, Any]:

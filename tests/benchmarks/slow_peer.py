@@ -22,8 +22,9 @@ from typing import Any
 
 from tests.benchmarks.curves import Curve, interval_95
 from tests.benchmarks.figures import Figure, Result
-from tests.benchmarks.founding import found, free_port, invite_to, lend_identity, listen_at, run_config
+from tests.benchmarks.founding import found, invite_to, lend_identity, listen_at, run_config
 from tests.benchmarks.small import small_run
+from tests.free_ports import free_port
 from tests.swarm.harness import Node, Swarm
 
 SLOWER = 3

@@ -28,6 +28,7 @@ from node.swarm.transport.libp2p import CONNECT_TIMEOUT_S
 from node.swarm.transport.p2pd import DaemonOptions, start_daemon
 from node.swarm.transport.wire import Message
 from tests.contract.harness import DHT_RUN, Host, HostPool, Swarm, TcpForwarder
+from tests.free_ports import free_port
 
 RUN = DHT_RUN
 Changes = Callable[[dict[str, Any]], dict[str, Any]]
@@ -122,12 +123,6 @@ def test_unreachable_addresses_of_a_peer_do_not_delay_the_connection(swarm: Swar
     began_at_s = time.monotonic()
     assert host.do(host.wire.connect([*nowhere, *other.addresses()])) == other.peer_id  # type: ignore[attr-defined]
     assert time.monotonic() - began_at_s < CONNECT_TIMEOUT_S - 1.0
-
-
-def free_port() -> int:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        return int(closed.getsockname()[1])
 
 
 def test_an_answer_of_another_program_does_not_make_libp2p_dial_a_dead_address(swarm: Swarm, tmp_path: Path) -> None:

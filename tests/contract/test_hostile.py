@@ -651,23 +651,6 @@ def test_a_result_that_does_not_fit_into_one_reply_is_fetched_with_several(
     assert late.tip.digest == nodes[0].tip.digest
 
 
-def test_a_leader_that_proposes_two_outcomes_in_one_attempt_gets_one_vote(swarm: Swarm) -> None:
-    rules = swarm.rules(PARAMETERS, "fp32", min_peers=1)
-    nodes = swarm.nodes(3, rules)
-    first, victim, _ = in_leader_order(nodes)
-    parent = first.tip.head
-    joined(first, victim)
-    votes: list[str] = []
-    for value in (1.0, 2.0):
-        outcome, hashes = lone_outcome(first, parent, value)
-        if not votes:
-            votes.append(propose(first, victim, outcome, hashes.hex()))
-            continue
-        with pytest.raises(PeerError) as caught:
-            propose(first, victim, outcome, hashes.hex())
-        assert caught.value.code == "equivocation"
-
-
 def lone_outcome(node: Node, parent: str, value: float, round_: int = 0, attempt: int = 0) -> tuple[Document, bytes]:
     """An invented outcome whose chunks are in this node's results. Returns document and hashes."""
     chunks = node.encode(_ones() * value)

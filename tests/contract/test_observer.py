@@ -15,7 +15,7 @@ from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
 from node.swarm.transport.libp2p import Libp2pWire
 from node.swarm.transport.wire import Message
 from tests.contract.harness import Host, Swarm, wait_until
-from tests.unit.test_p2pd import free_port
+from tests.free_ports import free_port
 
 RUN = "a" * 64
 

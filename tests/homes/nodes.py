@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from node.swarm.identity import load_identity
 from tests.homes.world import AttachedHome, Machine, World
-from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
+from tests.swarm.harness import Node, Swarm, assert_agreed, wait_for
 
 START_S = 240.0
 """Timeout until a node trains. Eight nodes may start at the same time on two cores."""
@@ -177,7 +177,7 @@ def relayed_in_rounds(members: Sequence[Node], relay: Node, count: int) -> tuple
     members[0].until_round(first + count, count * ROUND_S)
     carried, last = relayed_bytes([relay]) - before, members[0].status()["run"]["round"]
     assert set(range(first + 1, last + 1)) <= set(complete_rounds(members[0], everybody)), "a round missed a member"
-    assert all(len(digests) == 1 for digests in common_rounds(members).values())
+    assert_agreed(members)
     attempts = sum(first < record["round"] <= last for record in members[0].rounds())
     print(f"{carried} bytes carried in {last - first} rounds, {attempts} attempts")
     return carried, attempts

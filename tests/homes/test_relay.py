@@ -20,7 +20,7 @@ from tests.homes.nodes import (
     start_behind_relays,
 )
 from tests.homes.world import world
-from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
+from tests.swarm.harness import Node, Swarm, assert_agreed, wait_for
 
 MEMBERS = 3
 ROUNDS = 20 if os.environ.get("DILOCO_TEST_HOMES") else 4
@@ -76,7 +76,7 @@ def test_next_round_includes_all_members_after_the_relay_between_them_was_killed
         print(f"killed in round {killed_in}; complete: {complete_rounds(members[0], everybody)}, "
               f"{time.monotonic() - killed_at_s:.1f} s until round {killed_in + 1} was over")  # fmt: skip
         assert killed_in + 1 in complete_rounds(members[0], everybody)
-        assert all(len(digests) == 1 for digests in common_rounds(members).values())
+        assert_agreed(members)
 
 
 @pytest.mark.timeout(900)

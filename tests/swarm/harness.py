@@ -391,3 +391,9 @@ def common_rounds(nodes: Sequence[Node]) -> dict[int, set[str]]:
     """The state digests of each round that all of these nodes report, by round number."""
     told = [node.digests() for node in nodes]
     return {number: {one[number] for one in told} for number in set.intersection(*(set(one) for one in told))}
+
+
+def assert_agreed(nodes: Sequence[Node]) -> None:
+    """Check that these nodes report at least one round together, and have the same digest after each of them."""
+    rounds = common_rounds(nodes)
+    assert rounds and all(len(digests) == 1 for digests in rounds.values()), rounds

@@ -15,6 +15,7 @@ import pytest
 
 from node import cli
 from node.config.manifest import Invite, parse_invite
+from tests.free_ports import free_port
 from tests.swarm.harness import (
     PATIENCE,
     START_S,
@@ -159,8 +160,7 @@ def test_node_refuses_a_data_folder_of_a_newer_protocol_and_leaves_it_unchanged(
 
 
 def test_joining_node_waits_while_no_peer_is_reachable(swarm: Swarm) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as was:
-        port = was.getsockname()[1]
+    port = free_port()
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
     node = swarm.node("early", join=str(Invite("ab" * 32, (address,)))).start()
     first = node.until(lambda s: s["phase"] == "connecting" and str(port) in s["reason"], START_S)

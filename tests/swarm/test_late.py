@@ -3,7 +3,6 @@ all nodes of the swarm were killed."""
 
 from __future__ import annotations
 
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +13,19 @@ import pytest
 
 from node.config.manifest import parse_invite
 from node.diloco.digest import LEAF_BYTES
+from tests.free_ports import free_port
 from tests.swarm.conftest import Figures
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
+from tests.swarm.harness import (
+    PATIENCE,
+    START_S,
+    Node,
+    Swarm,
+    assert_agreed,
+    checkpoint_meta,
+    common_rounds,
+    tiny,
+    wait_for,
+)
 
 LARGE: dict[str, Any] = {
     "model": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5},
@@ -97,12 +107,6 @@ def test_peer_that_serves_corrupt_data_is_dropped_and_the_download_succeeds(tmp_
         assert rejected(joiner) >= 1
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.timeout(240)
 def test_node_started_before_its_bootstrap_peer_joins_when_that_peer_starts(swarm: Swarm, figures: Figures) -> None:
     founder = swarm.node("founder")
@@ -124,7 +128,7 @@ def test_node_started_before_its_bootstrap_peer_joins_when_that_peer_starts(swar
     early.until(lambda s: s["phase"] == "training" and s["peers"]["training"] == 2, 2 * START_S)
     figures.hold("from the bootstrap peer's start until one that waited for it trains", time.monotonic() - began_s, 30)
     early.until(lambda s: s["contribution"]["rounds_joined"] >= 2, START_S)
-    assert all(len(digests) == 1 for digests in common_rounds([founder, early]).values())
+    assert_agreed([founder, early])
 
 
 @pytest.mark.timeout(300)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, tiny, wait_for
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, assert_agreed, common_rounds, tiny, wait_for
 
 SLOW_S = 1.0
 """Seconds by which a fault delays each member's sending."""
@@ -99,4 +99,4 @@ def test_automatic_sync_lengthens_rounds_until_the_transfers_fit(tmp_path: Path)
         assert 2 * SLOW_S / 0.02 <= steps <= 400, "the transfer takes place meanwhile"
         blocked = [r["seconds"]["blocked"] for r in landed(founder) if r["round"] >= 4]
         assert statistics.median(blocked) < 0.1 * SLOW_S
-        assert all(len(digests) == 1 for digests in common_rounds(swarm.nodes).values())
+        assert_agreed(swarm.nodes)

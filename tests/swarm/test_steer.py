@@ -15,6 +15,7 @@ from tests.swarm.harness import (
     START_S,
     Node,
     Swarm,
+    assert_agreed,
     checkpoint_round,
     command,
     common_rounds,
@@ -166,7 +167,7 @@ def test_run_goes_on_past_its_old_end_without_losing_a_round(tmp_path: Path) -> 
             assert {record["outcome"] for record in records[:-1]} == {"complete"}
             gains = [newer["swarm_tokens"] - older["swarm_tokens"] for newer, older in pairwise(records)]
             assert set(gains) == {tokens_per_round}
-        assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
+        assert_agreed(nodes)
         for node in nodes:
             assert node.wait_end(PATIENCE * START_S) == 0
             assert "The run is complete" in node.said()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.harness import START_S, Swarm, command, common_rounds, tiny, wait_for
+from tests.swarm.harness import START_S, Swarm, assert_agreed, command, tiny, wait_for
 
 
 @pytest.mark.timeout(480)
@@ -25,7 +25,7 @@ def test_three_nodes_train_together_survive_a_pause_and_a_kill_and_export_the_mo
             )
 
         wait_for(round_of_all, 2 * START_S, "no round has all three")
-        assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
+        assert_agreed(nodes)
 
         assert third.act("pause").status_code == 202
         third.until(lambda s: s["phase"] == "paused", START_S)
@@ -41,7 +41,7 @@ def test_three_nodes_train_together_survive_a_pause_and_a_kill_and_export_the_mo
         founder.until_round(since + 2)
         second.start()
         second.until_round(since + 2, 2 * START_S)
-        assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
+        assert_agreed(nodes)
 
         written = [path for name in ("logs", "history") for path in (third.folder / name).iterdir()]
         assert written and not any(path.stat().st_mode & 0o077 for path in written), "other users can read these"

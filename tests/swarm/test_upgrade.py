@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from node.config.manifest import PROTOCOL_VERSION
-from tests.swarm.harness import START_S, Node, Swarm, common_rounds, tiny, wait_for
+from tests.swarm.harness import START_S, Node, Swarm, assert_agreed, tiny, wait_for
 
 OTHER = os.environ.get("DILOCO_TEST_OTHER", "")
 
@@ -64,7 +64,7 @@ def wait_for_common_round(nodes: list[Node], after: int) -> None:
         )
 
     wait_for(has_all, 3 * START_S, f"no round after {after} has all nodes")
-    assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
+    assert_agreed(nodes)
 
 
 @same_protocol

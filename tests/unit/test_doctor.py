@@ -19,6 +19,7 @@ from node.host.cgroup import MemoryLimit
 from node.host.ports import LISTEN_PORT_FILE, PortFile
 from node.training.device import ComputeDevice
 from node.training.inner import Execution
+from tests.free_ports import free_port
 
 PEER = "12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
 TINY = """
@@ -151,8 +152,7 @@ def test_doctor_does_not_report_a_taken_default_port_as_a_fault(tmp_path: Path, 
 
 
 def test_doctor_says_that_the_node_keeps_its_remembered_port(tmp_path: Path, taken_port: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        kept = free.getsockname()[1]
+    kept = free_port()
     PortFile(tmp_path / "cache" / LISTEN_PORT_FILE).remember(taken_port, kept)
     tables = {"swarm": {"listen": (f"/ip4/127.0.0.1/tcp/{taken_port}",)}, "api": {"port": 0}}
     config = Config.model_validate({**tables, "node": {"data_dir": tmp_path}})
@@ -212,8 +212,7 @@ def test_doctor_reports_no_fault_for_a_node_that_has_the_memory_which_it_needs(
 
 
 def test_doctor_dials_the_bootstrap_peers_and_reports_how_many_answer(doctor: Doctor, taken_port: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closing:
-        gone = f"127.0.0.1:{closing.getsockname()[1]}"
+    gone = f"127.0.0.1:{free_port()}"
     for addresses, expected_code, text in (
         (f"/ip4/127.0.0.1/tcp/{taken_port}/p2p/{PEER},{gone}", 0, "1 of 2 addresses answer"),
         (gone, 3, "No bootstrap peer answers"),

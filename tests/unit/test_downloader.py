@@ -8,7 +8,6 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,8 +36,8 @@ from node.swarm.state_sync.partial_download import PartialState
 from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import Snapshot, StateServer, verified_tip
 from node.swarm.transport.wire import Message, Service
+from tests.event_loop import run_in_virtual_time
 from tests.in_process import InProcessNetwork, InProcessWire
-from tests.simulation.virtual_loop import VirtualLoop
 from tests.unit.swarm_data import RUN, A, B, committed, leaf_of
 
 P, PARENT = 1000, "cd" * 32
@@ -447,10 +446,10 @@ def run_until(ratios: Sequence[float], patience_s: float, is_needed: Callable[[]
     async def whole() -> tuple[Tip | None, float]:
         nothing: Any = None
         downloader = Fails(nothing, nothing, RULES, Path(), random.Random(0))
-        return await downloader.run_until(Target(P), print, print, patience_s, is_needed), loop.time()
+        tip = await downloader.run_until(Target(P), print, print, patience_s, is_needed)
+        return tip, asyncio.get_running_loop().time()
 
-    with closing(VirtualLoop(lambda: 0.0)) as loop:
-        return loop.run_until_complete(whole())
+    return run_in_virtual_time(whole())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 
 from node.errors import MachineError
 from node.swarm.identity import load_identity
+from tests.free_ports import free_port
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # hivemind's own warnings
@@ -41,11 +41,6 @@ def start(first: DaemonOptions, *others: DaemonOptions) -> None:
                 await daemon.stop()
 
     asyncio.run(live([first, *others]))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_p2pd_starts_with_the_relaying_of_libp2p_switched_off(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from node.errors import MachineError
 from node.host.ports import PORTS_TRIED, PortFile, PortHold, candidates, choose, listen_error, reserve
 from node.multiaddress import Multiaddress, parse
+from tests import free_ports
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # hivemind's own warnings
@@ -21,8 +22,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_ports.free_port()
 
 
 def at(port: int, *hosts: str) -> list[Multiaddress]:

@@ -15,7 +15,7 @@ from node.swarm.transport import relay
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.relay import MAX_CIRCUITS, PER_CALLER, Relay
 from node.swarm.transport.wire import Traffic
-from tests.event_loop import in_loop, in_virtual_time
+from tests.event_loop import in_virtual_time
 
 HELLO = bytes(32)
 TARGET = "target"
@@ -106,7 +106,7 @@ async def end(*tasks: asyncio.Task[None]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@in_loop
+@in_virtual_time
 async def test_relay_passes_bytes_both_ways_until_the_caller_closes() -> None:
     bench = RelayBench()
     circuit = bench.ask()
@@ -122,7 +122,7 @@ async def test_relay_passes_bytes_both_ways_until_the_caller_closes() -> None:
         assert counted[Channel.RELAY] == len("questionanswer")
 
 
-@in_loop
+@in_virtual_time
 async def test_relayed_caller_that_still_writes_gets_the_answer_of_a_closed_target() -> None:
     bench = RelayBench()
     circuit = bench.ask()
@@ -137,7 +137,7 @@ async def test_relayed_caller_that_still_writes_gets_the_answer_of_a_closed_targ
     await circuit
 
 
-@in_loop
+@in_virtual_time
 async def test_relay_slows_the_caller_to_the_speed_of_a_slow_target() -> None:
     bench = RelayBench()
     bench.to_target.gate.clear()
@@ -151,7 +151,7 @@ async def test_relay_slows_the_caller_to_the_speed_of_a_slow_target() -> None:
     await circuit
 
 
-@in_loop
+@in_virtual_time
 async def test_relay_ends_a_circuit_after_the_timeout_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "HANDSHAKE_S", 0.1)
     bench = RelayBench()
@@ -159,7 +159,7 @@ async def test_relay_ends_a_circuit_after_the_timeout_of_its_call(monkeypatch: p
     assert bench.to_target.closed.is_set()
 
 
-@in_loop
+@in_virtual_time
 async def test_first_bytes_of_a_circuit_have_priority_and_the_rest_is_rate_limited() -> None:
     bench = RelayBench()
     bench.upload_limiter.limit(1.0)
@@ -220,7 +220,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=list(WRONG))
-@in_loop
+@in_virtual_time
 async def test_relay_refuses_a_malformed_request(content: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.swarm.transport.framing.LINGER_S", 0.05)
     bench = RelayBench()
@@ -229,7 +229,7 @@ async def test_relay_refuses_a_malformed_request(content: object, monkeypatch: p
 
 
 @pytest.mark.parametrize("sends_request", [True, False])
-@in_loop
+@in_virtual_time
 async def test_relay_refuses_a_stranger_with_a_reason_before_it_reads_the_request(sends_request: bool) -> None:
     bench = RelayBench()
     bench.refusal = PeerError("only for peers of the run", code="stranger")
@@ -242,7 +242,7 @@ async def test_relay_refuses_a_stranger_with_a_reason_before_it_reads_the_reques
 
 
 @pytest.mark.parametrize("callers", [["caller"] * PER_CALLER, [f"peer {i}" for i in range(MAX_CIRCUITS)]])
-@in_loop
+@in_virtual_time
 async def test_relay_limits_its_circuits_per_caller_and_in_total(callers: list[str]) -> None:
     bench = RelayBench()
     bench.fill(callers)
@@ -251,7 +251,7 @@ async def test_relay_limits_its_circuits_per_caller_and_in_total(callers: list[s
     await end(circuit)
 
 
-@in_loop
+@in_virtual_time
 async def test_silent_caller_holds_no_circuit_of_the_relay_and_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "REQUEST_S", 0.1)
     bench = RelayBench()
@@ -263,7 +263,7 @@ async def test_silent_caller_holds_no_circuit_of_the_relay_and_times_out(monkeyp
     assert not bench.relay._pending
 
 
-@in_loop
+@in_virtual_time
 async def test_relay_limits_the_pending_requests_of_a_caller() -> None:
     bench = RelayBench()
     bench.relay._pending["caller"] = PER_CALLER
@@ -272,7 +272,7 @@ async def test_relay_limits_the_pending_requests_of_a_caller() -> None:
     await end(circuit)
 
 
-@in_loop
+@in_virtual_time
 async def test_full_relay_ends_an_idle_circuit_of_the_caller_with_most_circuits() -> None:
     bench = RelayBench()
     idle = await bench.ask_and_wait()
@@ -288,7 +288,7 @@ async def test_full_relay_ends_an_idle_circuit_of_the_caller_with_most_circuits(
         assert bench.to_target.closed.is_set()
 
 
-@in_loop
+@in_virtual_time
 async def test_full_relay_ends_a_busy_circuit_of_a_caller_with_many_for_a_caller_with_few() -> None:
     bench = RelayBench()
     heavy = bench.fill(["heavy"] * 3)
@@ -299,7 +299,7 @@ async def test_full_relay_ends_a_busy_circuit_of_a_caller_with_many_for_a_caller
     assert not any(circuit.ended.is_set() for circuit in light)
 
 
-@in_loop
+@in_virtual_time
 async def test_idle_circuit_survives_while_the_relay_has_room() -> None:
     bench = RelayBench()
     circuit = await bench.ask_and_wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
@@ -22,17 +22,12 @@ from node.swarm.transport.send_window import (
     milliseconds,
 )
 from node.swarm.transport.wire import Message, pack_header
-from tests.simulation.virtual_loop import VirtualLoop
+from tests.event_loop import run_in_virtual_time
 
 T = TypeVar("T")
 BUFFER_BYTES = 4 * 2**20
 """Linux's largest send buffer of a connection (net.ipv4.tcp_wmem)."""
 PROPAGATION_S = 0.02
-
-
-def on_virtual_time(main: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(lambda: 0.0)) as runner:
-        return runner.run(main)
 
 
 class Line:
@@ -125,7 +120,7 @@ def test_small_calls_pass_and_both_directions_stay_full_during_bulk_transfers(mb
         await bulk
         return seconds, clock()
 
-    seconds, took_s = on_virtual_time(both())
+    seconds, took_s = run_in_virtual_time(both())
     first_windows_s = 2 * streams * MIN_WINDOW_BYTES / (mbit_s * 1e6 / 8)
     assert len(seconds) >= 8 and max(seconds) < 4 * TARGET_S + first_windows_s, max(seconds)
     assert took_s < 1.25 * ideal_s
@@ -147,7 +142,7 @@ def test_bodies_that_start_on_a_full_line_do_not_add_to_the_queuing_delay() -> N
         await asyncio.gather(*calls)
         return seconds
 
-    seconds = on_virtual_time(fetch())
+    seconds = run_in_virtual_time(fetch())
     assert statistics.median(seconds) < 1.5 * TARGET_S and max(seconds) < 3 * TARGET_S
 
 
@@ -168,7 +163,7 @@ def test_one_direction_stays_full_while_the_other_is_full_of_other_data() -> Non
         filling.cancel()
         return clock()
 
-    assert on_virtual_time(one()) < 1.15 * 60.0
+    assert run_in_virtual_time(one()) < 1.15 * 60.0
 
 
 def test_bodies_of_calls_arrive_unchanged() -> None:
@@ -177,7 +172,7 @@ def test_bodies_of_calls_arrive_unchanged() -> None:
     async def run() -> tuple[bytes, bytes]:
         return await call(Line(10.0), Line(10.0), body, answer)
 
-    assert on_virtual_time(run()) == (body, answer)
+    assert run_in_virtual_time(run()) == (body, answer)
 
 
 def test_reply_fails_if_the_caller_closes_its_stream() -> None:
@@ -190,7 +185,7 @@ def test_reply_fails_if_the_caller_closes_its_stream() -> None:
             await framing.write_reply(ends, header, [answer], limiter, SendWindow(clock, PathHistory(clock)))
         assert clock() < 1.0
 
-    on_virtual_time(run())
+    run_in_virtual_time(run())
 
 
 @pytest.mark.parametrize("size", [0, 100_001])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,27 +39,28 @@ class Server:
         return openai.OpenAI(base_url=self.url, api_key=token, timeout=PATIENCE_S, max_retries=0)
 
 
-def start(folder: Path, *flags: str) -> Server:
+@contextmanager
+def started(folder: Path, *flags: str) -> Iterator[Server]:
+    """A server, which is ended by SIGTERM."""
     command = [sys.executable, "-m", "node.cli", "serve", "--data-dir", str(folder), "--port", "0", *flags]
-    process = subprocess.Popen(command, env=environment({}), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith("Serving tiny after round "), line
-    return Server(folder, process, line.split(" on ")[1].split(";")[0])
+    with subprocess.Popen(command, env=environment({}), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("Serving tiny after round "), line
+            yield Server(folder, process, line.split(" on ")[1].split(";")[0])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0, "it ends as asked"
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("node")
     make_data_folder(folder, RUN)
-    server = start(folder, "--max-tokens", "50")
-    try:
+    with started(folder, "--max-tokens", "50") as server:
         yield server
-    finally:
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(PATIENCE_S) == 0, "it ends as asked"
-        assert server.process.stdout is not None
-        server.process.stdout.close()
 
 
 def test_the_client_completes_a_text(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +160,7 @@ def test_a_fault_while_looking_for_newer_rounds_ends_the_server(
 
 
 @pytest.mark.parametrize("token", ["", "short\n", None])
-def test_serve_refuses_a_folder_without_a_good_token(server: Server, tmp_path: Path, token: str | None) -> None:
+def test_serve_refuses_a_folder_without_a_good_token(tmp_path: Path, token: str | None) -> None:
     make_data_folder(tmp_path, RUN)
     (tmp_path / "api-token").unlink()
     if token is not None:

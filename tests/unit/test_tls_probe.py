@@ -20,6 +20,7 @@ from node.errors import PeerError
 from node.swarm.identity import Identity, load_identity, new_identity
 from node.swarm.transport.tls_probe import EXTENSION, SIGNED_PREFIX, peer_at, peer_id_of, read_signed_key
 from tests.event_loop import in_loop
+from tests.free_ports import free_port
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -160,9 +161,7 @@ async def test_tls_probe_of_a_silent_listener_times_out() -> None:
 
 @in_loop
 async def test_tls_probe_reports_a_closed_port_as_refused() -> None:
-    async with await listen(as_silent) as server:
-        port = server.sockets[0].getsockname()[1]
-    assert await why_nobody(port) == "refused"
+    assert await why_nobody(free_port()) == "refused"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # hivemind is imported when the daemon starts.
@@ -170,8 +169,7 @@ async def test_tls_probe_reports_a_closed_port_as_refused() -> None:
 async def test_tls_probe_identifies_p2pd_by_its_peer_id(tmp_path: Path) -> None:
     key = tmp_path / "identity.key"
     peer_id = load_identity(key).peer_id
-    async with await listen(as_silent) as server:
-        port = server.sockets[0].getsockname()[1]
+    port = free_port()
     daemon = await start_daemon(DaemonOptions(key, (f"/ip4/127.0.0.1/tcp/{port}", f"/ip6/::1/tcp/{port}")))
     try:
         assert await peer_at("127.0.0.1", port, WAIT_S) == peer_id
