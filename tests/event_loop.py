@@ -14,6 +14,13 @@ T = TypeVar("T")
 TIMEOUT_S = 40.0
 
 
+async def until(is_true: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Wait for something for which there is no event. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """Run the test with `asyncio.run`. It raises TimeoutError after TIMEOUT_S."""
 

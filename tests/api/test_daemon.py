@@ -214,7 +214,7 @@ def test_livez_fails_while_the_worker_hangs_and_the_worker_is_replaced(tmp_path:
     with Daemon(tmp_path, grace_s=1.0, stale_s=0.7, hung_s=2.5, **QUICK) as daemon:
         daemon.ready().until_phase("training")
         time.sleep(1.0)
-        assert daemon.code("/livez") == 200
+        wait_for(lambda: daemon.code("/livez") == 200, 5)
         worker = daemon.worker_pid()
         os.kill(worker, signal.SIGSTOP)
         wait_for(lambda: daemon.code("/livez") == 503, 5)

@@ -18,6 +18,7 @@ from node.api.openai_app import BODY_BYTES_MAX, Generations, build_openai_app
 from node.api.openai_models import ModelFacts, Piece, PromptRefused, SamplingOptions
 from tests.api.conftest import TOKEN
 from tests.api.test_connections import Served, serving
+from tests.event_loop import until
 
 ASK = {"model": "run/1", "prompt": "abc"}
 CHAT = {"model": "run/1", "messages": [{"role": "user", "content": "abc"}]}
@@ -356,12 +357,6 @@ def test_requests_over_the_limit_are_refused_until_one_has_ended() -> None:
         assert (await http.post(COMPLETIONS, json=ASK)).status_code == 200
 
     with_model(model, use)
-
-
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not what():  # noqa: ASYNC110 - what it waits for happens on a thread
-            await asyncio.sleep(0.01)
 
 
 async def all_slots_are_free(model: FakeModel, http: httpx.AsyncClient) -> None:

@@ -52,7 +52,7 @@ def test_the_next_round_does_not_wait_for_a_member_that_has_left_cleanly(swarm: 
     gone.leave()
     began_s = time.monotonic()
     done = round_of(stay, 1)
-    assert time.monotonic() - began_s < 3
+    assert time.monotonic() - began_s < stay[0].peer_table.timings.dead_s
     assert all(d.included and d.outcome.plan.members == d.outcome.included for d in done)
     assert len(done[0].outcome.included) == 2
     assert not any(node.failures for node in stay), "no call to it failed"
@@ -123,9 +123,9 @@ def test_no_round_is_committed_with_fewer_members_than_min_peers(swarm: Swarm) -
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     (first,) = swarm.nodes(1, rules)
     offer_all([first], 0)
+    wait_until(lambda: first.participant.waiting()[1] == "waiting_for_peers")
     time.sleep(0.5)
     assert first.mail.empty() and first.tip.round == -1
-    assert first.participant.waiting()[1] == "waiting_for_peers"
     second = swarm.node(rules)
     second.meet([first])
     second.start_gossip()

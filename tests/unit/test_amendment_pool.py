@@ -17,6 +17,7 @@ from node.errors import PeerError
 from node.swarm.governance.amendment_pool import MOST_AHEAD, AmendmentPool
 from node.swarm.governance.charter import AmendmentRefused, Charter, sign_amendment
 from node.swarm.transport.wire import MALFORMED_ERRORS, Message
+from tests.event_loop import until
 from tests.unit.test_amendments import FOUNDER, OTHER, RUN, SETTINGS, Forger, accepted, amendment
 
 
@@ -108,12 +109,10 @@ def test_an_amendment_is_sent_to_all_peers_and_later_to_those_that_missed_it(mon
         task = asyncio.create_task(pool.run())
         signed = sign_amendment(FOUNDER, amendment())
         assert pool.add(signed) and not pool.add(signed)
-        while not peers.got["a"] or not peers.got["c"]:  # noqa: ASYNC110 - bounded by `wait_for`
-            await asyncio.sleep(0.01)
+        await until(lambda: peers.got["a"] and peers.got["c"])
         assert peers.got["b"] == []
         peers.away.clear()
-        while not peers.got["b"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: peers.got["b"])
         assert {one.text for got in peers.got.values() for one in got} == {signed.text}
         task.cancel()
 

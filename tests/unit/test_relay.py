@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgpack
@@ -15,7 +15,7 @@ from node.swarm.transport import relay
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.relay import MAX_CIRCUITS, PER_CALLER, Relay
 from node.swarm.transport.wire import Traffic
-from tests.event_loop import in_virtual_time
+from tests.event_loop import in_virtual_time, until
 
 HELLO = bytes(32)
 TARGET = "target"
@@ -93,11 +93,6 @@ class RelayBench:
         circuits = [relay._Circuit(caller, moved_at_s, asyncio.Event()) for caller in callers]
         self.relay._circuits.update(circuits)
         return circuits
-
-
-async def until(is_done: Callable[[], bool]) -> None:
-    while not is_done():  # noqa: ASYNC110 - there is no event to wait for
-        await asyncio.sleep(0.01)
 
 
 async def end(*tasks: asyncio.Task[None]) -> None:
