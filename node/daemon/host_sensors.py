@@ -51,9 +51,9 @@ def _read_word(path: Path) -> str:
         return ""  # Drivers fail in several ways.
 
 
-def idle_seconds(now_s: float | None = None) -> tuple[float | None, str]:
+def idle_seconds() -> tuple[float | None, str]:
     """Return the seconds since the last user input and how they are known, or None and the reason."""
-    now_s = time.time() if now_s is None else now_s
+    now_s = time.time()
     if is_container():
         return None, "a container does not see who uses its machine"
     if is_wsl():

@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from node.host.priority import WITHOUT_GPU
-from node.sinks.series import Point, SinkTarget
+from node.sinks.series import NOT_INSTALLED, Point, SinkTarget
 from node.status import Notice, Report, RoundRecord, Stage
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ COMMAND = (sys.executable, "-P", "-m", "node.sinks")
 FOLDER = "metrics"
 WAITING_MAX = 2000
 """Points that wait for a sink. When there are more, the oldest is dropped."""
-NOT_INSTALLED = 3
-"""Exit code of a sink without its package."""
 REASON_LENGTH_MAX = 200
 
 

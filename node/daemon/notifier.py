@@ -25,6 +25,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 
 from node.config.schema import NotifyConfig
+from node.daemon.node_state import NEWER_VERSION
 from node.errors import cause_of
 from node.host.files import write_whole
 from node.status import Phase, Status, utc_now
@@ -42,7 +43,7 @@ RETRY_S = (5.0, 30.0, 120.0)
 """Pauses before further tries, if the receiver has taken nothing yet."""
 WAITING_MAX = 16
 """Messages that wait for one receiver. Further ones are dropped."""
-ERROR, UNREACHABLE, NEWER_VERSION = "error", "unreachable", "newer_version"
+ERROR, UNREACHABLE = "error", "unreachable"
 UNTESTED_PHASES = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
 
 

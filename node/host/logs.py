@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from node.host.printable import CONTROLS
+from node.status import rfc3339
 
 _CONTROL = re.compile(f"[{CONTROLS}]")
 HANDLER_NAME = "node.host.logs"
@@ -85,7 +86,7 @@ class JsonFormatter(logging.Formatter):
     """One object per line: `at` (UTC, RFC 3339), `level`, `logger`, `message`; `phase`, `round`, `exception` if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        at = rfc3339(datetime.fromtimestamp(record.created, UTC), "milliseconds")
         line: dict[str, object] = {
             "at": at,
             "level": record.levelname.lower(),

@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from node.host.priority import serve_parent
-from node.sinks.series import Point, SinkTarget
+from node.sinks.series import NOT_INSTALLED, Point, SinkTarget
 from node.sinks.sinks import SINKS, Sink
 
-NOT_INSTALLED = 3
-"""Exit code if a package of the sink is not installed."""
 FAILED = 1
 WRITTEN = "written\n"
 

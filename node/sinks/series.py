@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NOT_INSTALLED = 3
+"""Exit code of a sink whose package is not installed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Point:

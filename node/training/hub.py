@@ -13,9 +13,9 @@ from typing import Literal
 from urllib.parse import parse_qsl, urlencode
 
 from node.config.manifest import RunConfig, parse_source
+from node.config.publish_address import HUB
 from node.errors import ConfigError, MachineError, NodeError
 
-HUB = "hub:"
 NO_ANSWER = "no_answer"
 """Code of the error if the hub does not answer. It may answer later."""
 ANSWER_S = 20.0

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from node.sinks.__main__ import FAILED, NOT_INSTALLED
-from node.sinks.series import Point, SinkTarget
+from node.sinks.__main__ import FAILED
+from node.sinks.series import NOT_INSTALLED, Point, SinkTarget
 
 POINTS = [
     Point(
