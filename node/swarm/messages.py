@@ -62,10 +62,14 @@ class Join(Content):
     """A member's statement that it is ready to contribute to the round after `parent`."""
 
     kind_name = "join"
-    longest: ClassVar[int] = 640
-    """The longest valid join has 580 characters. The joins of a whole group must fit into a header."""
+    longest: ClassVar[int] = 768
+    """The longest valid join has 691 characters. The joins of a whole group must fit into a header."""
     run: Hex64
     parent: Hex64
+    attempt: int = Field(0, ge=0, lt=2**31)
+    """The attempt in which the member is ready."""
+    accepted: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+    """Hash of the outcome that the member has accepted in an earlier attempt, if it has."""
     state: Hex64
     """Digest of the outer state at `parent`. All joins of a plan name the same one."""
     tokens: int = Field(ge=1, lt=2**48)
@@ -167,8 +171,7 @@ class SavedBallot(Content):
     kind_name = "ballot"
     parent: Hex64
     lowest_attempt: int = Field(ge=0)
-    """The first attempt in which the member may still act: the highest one that it joined, or the one after the highest
-    one in which it voted or proposed an outcome."""
+    """The first attempt in which the member may act after a crash: the one after the last that it joined or led."""
     accepted: AcceptedOutcome | None = None
     sizes: tuple[int, ...] = ()
     """Bytes of each chunk of the accepted outcome."""
@@ -312,6 +315,8 @@ def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str
     joins = {document.signer: check_join(document, bounds, parent) for document in plan.joins}
     if len({join.state for join in joins.values()}) > 1:
         raise PeerError("a plan has members with different outer states")
+    if any(join.attempt != plan.attempt for join in joins.values()):
+        raise PeerError("a plan has joins of another attempt")
     return joins
 
 

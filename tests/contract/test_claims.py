@@ -25,7 +25,7 @@ def test_a_repeated_claim_of_an_accepted_outcome_is_checked_once(swarm: Swarm) -
     _, second, _, member = _at_rest(swarm)
     parent = member.tip.head
     outcome, hashes = lone_outcome(member, parent, 1.0)
-    header = {"attempt": 1, "join": forged_join(member, parent).model_dump()}
+    header = {"attempt": 1, "join": forged_join(member, parent, attempt=1, accepted=outcome.hash).model_dump()}
     header["accepted"] = claim_of(member, outcome, hashes)
     for _ in range(5):
         assert _call(member, second, "attend", Message(header)).header["status"] == "wait"
@@ -49,7 +49,8 @@ def test_a_claim_of_an_accepted_outcome_without_a_valid_vote_is_refused(swarm: S
     _, _, second, member = _at_rest(swarm)
     outcome, hashes = lone_outcome(member, member.tip.head, 1.0)
     claim = BAD_CLAIMS[what](claim_of(member, outcome, hashes))
-    join = {"attempt": 2, "join": forged_join(member, member.tip.head).model_dump()}
+    signed = forged_join(member, member.tip.head, attempt=2, accepted=outcome.hash)
+    join = {"attempt": 2, "join": signed.model_dump()}
     with pytest.raises(PeerError) as caught:
         _call(member, second, "attend", Message(join | {"accepted": claim}))
     assert caught.value.code != "internal"
@@ -63,7 +64,8 @@ def test_few_wrong_claims_of_a_member_are_checked(swarm: Swarm, monkeypatch: pyt
     _, _, second, member = _at_rest(swarm)
     outcome, hashes = lone_outcome(member, member.tip.head, 1.0)
     claim = claim_of(member, outcome, hashes)
-    join = {"attempt": 2, "join": forged_join(member, member.tip.head).model_dump()}
+    signed = forged_join(member, member.tip.head, attempt=2, accepted=outcome.hash)
+    join = {"attempt": 2, "join": signed.model_dump()}
     checks, read = [], Voter.read_accepted
 
     def count(*args: Any) -> AcceptedOutcome:
@@ -77,6 +79,19 @@ def test_few_wrong_claims_of_a_member_are_checked(swarm: Swarm, monkeypatch: pyt
     assert len(checks) == MAX_REFUSED_CLAIMS
 
 
+def test_a_join_names_the_outcome_that_its_member_claims(swarm: Swarm) -> None:
+    _, second, _, member = _at_rest(swarm)
+    outcome, hashes = lone_outcome(member, member.tip.head, 1.0)
+    claim = claim_of(member, outcome, hashes)
+    for attempt, accepted in ((1, ""), (1, "ab" * 32), (0, outcome.hash)):
+        join = forged_join(member, member.tip.head, attempt=attempt, accepted=accepted)
+        with pytest.raises(PeerError, match="another"):
+            _call(member, second, "attend", Message({"attempt": 1, "join": join.model_dump(), "accepted": claim}))
+    join = forged_join(member, member.tip.head, attempt=1, accepted=outcome.hash)
+    with pytest.raises(PeerError, match="another accepted outcome"):
+        _call(member, second, "attend", Message({"attempt": 1, "join": join.model_dump()}))
+
+
 def _at_rest(swarm: Swarm) -> list[Node]:
     """Nodes that only answer, in the order in which they lead."""
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp32", min_peers=1))
@@ -88,7 +103,8 @@ def _at_rest(swarm: Swarm) -> list[Node]:
 def test_an_outcome_of_a_later_attempt_is_not_accepted(swarm: Swarm) -> None:
     _, first, second, member = _at_rest(swarm)
     outcome, hashes = lone_outcome(member, member.tip.head, 1.0, attempt=1)
-    join = {"attempt": 2, "join": forged_join(member, member.tip.head).model_dump()}
+    signed = forged_join(member, member.tip.head, attempt=2, accepted=outcome.hash)
+    join = {"attempt": 2, "join": signed.model_dump()}
     for number in (0, 2):
         with pytest.raises(PeerError):
             _call(member, second, "attend", Message(join | {"accepted": claim_of(member, outcome, hashes, number)}))
@@ -102,9 +118,9 @@ def test_an_outcome_of_a_later_attempt_is_not_accepted(swarm: Swarm) -> None:
 def test_a_claimed_outcome_is_proposed_again_only_if_it_can_be_adopted(swarm: Swarm, what: str) -> None:
     """An accepted outcome may already be committed, so it is proposed first, unless it cannot be adopted."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
-    *_, member = nodes
+    other, *_, member = nodes
     value = 1e9 if what == "a mean that is too long" else 1.0
-    outcome, hashes = lone_outcome(member, member.tip.head, value)
+    outcome, hashes = lone_outcome(member, member.tip.head, value, others=[other])
     if what == "chunks that nobody has":
         member.host.loop.call_soon_threadsafe(member.participant.ctx.results.clear)
     number, _, text, vote = claim_of(member, outcome, hashes)

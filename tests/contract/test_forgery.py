@@ -16,7 +16,7 @@ from node.swarm.allreduce import reducer as reduce
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.faults import parse_faults
 from node.swarm.membership.peer_table import sign_record
-from node.swarm.messages import Plan, Proof, accept, sign
+from node.swarm.messages import Plan, Proof, RoundOutcome, accept, parse, sign
 from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, gradient, in_leader_order, offer_all, round_of
 from tests.contract.test_hostile import (
@@ -160,9 +160,9 @@ def test_a_member_that_signs_two_outcomes_in_one_attempt_is_evicted(swarm: Swarm
     bad, victim, other = in_leader_order(nodes)
     parent = bad.tip.head
     joined(bad, victim)
-    outcome, hashes = lone_outcome(bad, parent, 1.0)
+    outcome, hashes = lone_outcome(bad, parent, 1.0, others=[other])
     propose(bad, victim, outcome, hashes.hex())
-    outcome, hashes = lone_outcome(bad, parent, 2.0)
+    outcome, hashes = lone_outcome(bad, parent, 2.0, others=[other])
     with pytest.raises(PeerError) as caught:
         propose(bad, victim, outcome, hashes.hex())
     assert caught.value.code == "equivocation"
@@ -174,13 +174,52 @@ async def _is_member(node: Node, peer: Node) -> bool:
     return node.peer_table.is_member(peer.peer_id)
 
 
+def test_an_outcome_of_a_leader_alone_gets_no_vote(swarm: Swarm) -> None:
+    """It would be the only contributor to the last round, and decide about all further ones."""
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    round_of(nodes, 0)
+    bad, victim, *_ = in_leader_order(nodes)
+    joined(bad, victim)
+    outcome, hashes = lone_outcome(bad, bad.tip.head, 1.0, round_=1)
+    with pytest.raises(PeerError, match="too few"):
+        propose(bad, victim, outcome, hashes.hex())
+
+
+def test_an_outcome_of_another_plan_than_the_one_that_was_sent_gets_no_vote(swarm: Swarm) -> None:
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    round_of(nodes, 0)
+    bad, victim, other, _ = in_leader_order(nodes)
+    joined(bad, victim)
+    outcome, hashes = lone_outcome(bad, bad.tip.head, 1.0, round_=1, others=[other])
+    plan = parse(RoundOutcome, outcome.text).plan
+    victim.participant.ballot.attempt(0).given = plan.model_copy(update={"joins": plan.joins[:1]})
+    with pytest.raises(PeerError, match="not of the plan"):
+        propose(bad, victim, outcome, hashes.hex())
+    victim.participant.ballot.attempt(0).given = plan
+    assert propose(bad, victim, outcome, hashes.hex())
+
+
+def test_a_member_keeps_its_vote_in_later_attempts(swarm: Swarm) -> None:
+    """The outcome may be committed by a member that is away, and the next leader hostile."""
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    round_of(nodes, 0)
+    first, second, victim, other = in_leader_order(nodes)
+    joined(first, victim)
+    outcome, hashes = lone_outcome(first, first.tip.head, 1.0, round_=1, others=[other])
+    assert propose(first, victim, outcome, hashes.hex())
+    victim.participant.ballot.number = 1
+    another, hashes = lone_outcome(second, first.tip.head, 2.0, round_=1, attempt=1, others=[other])
+    with pytest.raises(PeerError, match="accepted another outcome"):
+        propose(second, victim, another, hashes.hex(), 1)
+
+
 def test_a_second_leader_of_one_attempt_is_refused(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     first, second, victim = in_leader_order(nodes)
     joined(first, victim)
-    outcome, hashes = lone_outcome(first, first.tip.head, 1.0)
+    outcome, hashes = lone_outcome(first, first.tip.head, 1.0, others=[second])
     assert propose(first, victim, outcome, hashes.hex())
-    outcome, hashes = lone_outcome(second, second.tip.head, 1.0)
+    outcome, hashes = lone_outcome(second, second.tip.head, 1.0, others=[first])
     with pytest.raises(PeerError, match="another leader"):
         propose(second, victim, outcome, hashes.hex())
 

@@ -128,15 +128,44 @@ class FalseNorm(Adversary):
 
 
 class FalseClaim(Adversary):
-    """Claims in each join that it has accepted an outcome that only it contributed to."""
+    """Claims in each join that it has accepted an outcome that only it contributed to, in the attempt before."""
 
     def request(self, receiver: str, verb: str, message: Message) -> Message:
         number = message.header.get("attempt")
         if verb != "attend" or not number:
             return message
-        proof = lone_outcome(self.node, Document.model_validate(message.header["join"]))
-        claim = [0, proof.outcome.model_dump(), proof.hashes, proof.accepts[self.node.peer_id]]
-        return replace(message, header=dict(message.header) | {"accepted": claim})
+        join = Document.model_validate(message.header["join"])
+        proof = lone_outcome(self.node, join, number - 1)
+        claim = [number - 1, proof.outcome.model_dump(), proof.hashes, proof.accepts[self.node.peer_id]]
+        claiming = parse(Join, join.text).model_copy(update={"accepted": proof.outcome.hash})
+        header = {"accepted": claim, "join": sign(self.node.identity, claiming).model_dump()}
+        return replace(message, header=dict(message.header) | header)
+
+
+class LonePlan(Adversary):
+    """As a leader, proposes an outcome of a plan with only itself, in place of the plan or of the true outcome."""
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        ballot = self.node.participant.ballot
+        if verb != "attend" or message.header.get("status") not in ("plan", "proposal") or ballot.mine is None:
+            return message
+        join = ballot.current.joins.get(self.node.peer_id)
+        if join is None:
+            return message
+        proof = lone_outcome(self.node, join, ballot.number)
+        return Message({"status": "proposal", "hashes": proof.hashes}, [proof.outcome.model_dump_json().encode()])
+
+
+class NextIsMine(Adversary):
+    """As a leader, says that its attempt is over, and names the next one that it leads."""
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        if verb != "attend" or message.header.get("status") not in ("wait", "plan", "proposal"):
+            return message
+        ctx, number = self.node.participant.ctx, self.node.participant.ballot.number
+        later = range(number + 1, number + 2 + len(self.node.peer_table.leaders()))
+        mine = next((one for one in later if ctx.leader_at(one) == self.node.peer_id), number + 1)
+        return Message({"status": "stale", "attempt": mine})
 
 
 class ForgedCommit(Adversary):
@@ -279,30 +308,34 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
         TwoProposals,
         Excluder,
         FalseState,
+        LonePlan,
+        NextIsMine,
     )
 }
 
 
-def lone_proof(node: SimulatedNode, join: Document, round_: int, chunks: Sequence[bytes]) -> Proof:
+def lone_proof(node: SimulatedNode, join: Document, round_: int, chunks: Sequence[bytes], attempt: int = 0) -> Proof:
     """A commit certificate of a group of one. The node serves the chunks."""
     hashes = [chunk_hash(chunk) for chunk in chunks]
     node.participant.ctx.results.hold(hashes, chunks)
+    content = parse(Join, join.text).model_copy(update={"attempt": attempt, "accepted": ""})
     plan = Plan(
         run=node.rules.run,
-        parent=parse(Join, join.text).parent,
-        attempt=0,
-        joins=(join,),
+        parent=content.parent,
+        attempt=attempt,
+        joins=(sign(node.identity, content),),
         reducers=(node.peer_id,),
         owners=(0,) * len(chunks),
     )
     outcome = RoundOutcome(round=round_, plan=plan, included=(node.peer_id,), results=results_root(hashes))
     document = sign(node.identity, outcome)
-    accepts = {node.peer_id: accept(node.identity, document.hash, 0)}
+    accepts = {node.peer_id: accept(node.identity, document.hash, attempt)}
     joined = b"".join(hashes).hex()
-    return Proof(outcome=document, attempt=0, group=(node.peer_id,), accepts=accepts, hashes=joined)
+    return Proof(outcome=document, attempt=attempt, group=(node.peer_id,), accepts=accepts, hashes=joined)
 
 
-def lone_outcome(node: SimulatedNode, join: Document) -> Proof:
+def lone_outcome(node: SimulatedNode, join: Document, attempt: int = 0) -> Proof:
     """A certificate of the next round with this node as the only member."""
     mine = node.participant.ballot.mine
-    return lone_proof(node, join, node.participant.ctx.next_round, mine.chunks if mine is not None else [])
+    chunks = mine.chunks if mine is not None else []
+    return lone_proof(node, join, node.participant.ctx.next_round, chunks, attempt)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from node.swarm.consensus.claims import Claim, Claims, Made
 from node.swarm.consensus.quorum import Electorate
 
 NOTHING = -1
@@ -59,6 +60,9 @@ class State:
     """For each attempt and node: what the node had accepted when it joined; None if it has not joined."""
     proposals: tuple[int, ...]
     """For each attempt: the value that its leader has proposed."""
+    plans: tuple[int, ...]
+    """For each attempt: the members of the plan of the value that it made; 0 if it made none. Their joins show what
+    they had accepted."""
     votes: tuple[int, ...]
     certificates: tuple[int, ...]
     """For each attempt: the voters of its certificate; 0 if there is none."""
@@ -77,6 +81,12 @@ class Model:
     """Whether a leader proposes again what a joined member has accepted."""
     keeps_promises: bool = True
     """Whether a member votes in no attempt below one that it joined."""
+    keeps_votes: bool = True
+    """Whether a member that has accepted a value refuses others, unless they may replace it (`claims.replaces`)."""
+    are_mortal: bool = True
+    """Whether nodes die."""
+    hostile: int = NOTHING
+    """A node that joins and votes as it likes, and makes a new value although members have accepted another."""
 
     def initial(self) -> State:
         n, a = self.nodes, self.attempts
@@ -86,6 +96,7 @@ class Model:
             accepted=((NOTHING, NOTHING),) * n,
             joins=((None,) * n,) * a,
             proposals=(NOTHING,) * a,
+            plans=(0,) * a,
             votes=(0,) * a,
             certificates=(0,) * a,
             adopted=(NOTHING,) * n,
@@ -96,7 +107,8 @@ class Model:
         for node in range(self.nodes):
             if not s.alive >> node & 1:
                 continue
-            yield replace(s, alive=s.alive & ~(1 << node))
+            if self.are_mortal:
+                yield replace(s, alive=s.alive & ~(1 << node))
             if s.adopted[node] == NOTHING:
                 for attempt in range(self.attempts):
                     yield from self._join(s, node, attempt)
@@ -110,31 +122,71 @@ class Model:
                 yield from self._commit(s, attempt)
 
     def _join(self, s: State, node: int, attempt: int) -> Iterator[State]:
-        if attempt >= s.promised[node] and s.joins[attempt][node] is None:
-            joins = _set(s.joins, attempt, _set(s.joins[attempt], node, s.accepted[node]))
+        if attempt < s.promised[node] or s.joins[attempt][node] is not None:
+            return
+        claims = {s.accepted[node]}
+        if node == self.hostile:
+            claims = {(NOTHING, NOTHING)}
+            claims |= {(old, value) for old, value in enumerate(s.proposals[:attempt]) if value != NOTHING}
+        for claim in claims:
+            joins = _set(s.joins, attempt, _set(s.joins[attempt], node, claim))
             yield replace(s, joins=joins, promised=_set(s.promised, node, attempt))
 
     def _propose(self, s: State, attempt: int, leader: int) -> Iterator[State]:
-        """Propose after hearing of any quorum of the joined members."""
+        """Propose after hearing of any quorum of the joined members. A hostile leader proposes what it likes."""
         if s.proposals[attempt] != NOTHING:
             return
-        joined = self._joined(s, attempt)
-        values = set()
+        joined, is_hostile = self._joined(s, attempt), leader == self.hostile
+        values: set[tuple[int, int]] = set()
         for heard in range(1, joined + 1):
-            if heard & ~joined or not heard >> leader & 1 or not self.has_quorum(self.nodes, s.alive, heard, joined):
+            if heard & ~joined or not heard >> leader & 1:
                 continue
-            claims = [s.joins[attempt][node] for node in range(self.nodes) if heard >> node & 1]
-            newest = max((claim for claim in claims if claim is not None), default=(NOTHING, NOTHING))
-            values.add(newest[1] if newest[1] != NOTHING and self.proposes_again else attempt)
-        for value in values:
-            yield replace(s, proposals=_set(s.proposals, attempt, value))
+            claims = {node: s.joins[attempt][node] for node in range(self.nodes) if heard >> node & 1}
+            if is_hostile:
+                values |= {(value, 0) for value in s.proposals[:attempt] if value != NOTHING}
+                values.add((attempt, heard))
+            elif self.has_quorum(self.nodes, s.alive, heard, joined):
+                value = self._claimed(s, claims) if self.proposes_again else NOTHING
+                values.add((value, 0) if value != NOTHING else (attempt, heard))
+        for value, plan in values:
+            if value != attempt or plan:
+                plans = _set(s.plans, attempt, plan)
+                yield replace(s, proposals=_set(s.proposals, attempt, value), plans=plans)
+
+    def _claimed(self, s: State, claims: Mapping[int, tuple[int, int] | None]) -> int:
+        """The value that an honest leader proposes again; NOTHING if there is none."""
+        found: dict[int, Claim] = {}
+        for node, claim in claims.items():
+            if claim is None or claim == (NOTHING, NOTHING):
+                continue
+            accepted_in, value = claim
+            known = found.get(value)
+            found[value] = Claim(
+                outcome=str(value),
+                accepted_in=max(accepted_in, known.accepted_in if known is not None else 0),
+                claimants=peers(1 << node) | (known.claimants if known is not None else frozenset()),
+                made=self._made(s, value),
+            )
+        joined, everyone = [str(node) for node in claims], peers((1 << self.nodes) - 1)
+        first = Claims(list(found.values()), joined, everyone).by_precedence()
+        return int(first[0].outcome) if first else NOTHING
+
+    def _made(self, s: State, value: int) -> Made:
+        joins = {node: s.joins[value][node] for node in range(self.nodes) if s.plans[value] >> node & 1}
+        return Made(value, {str(node): str(claim[1]) if claim is not None else "" for node, claim in joins.items()})
 
     def _vote(self, s: State, node: int, attempt: int) -> Iterator[State]:
         value = s.proposals[attempt]
         is_in_it = s.promised[node] == attempt or not self.keeps_promises
-        if value != NOTHING and is_in_it and s.joins[attempt][node] is not None and not s.votes[attempt] >> node & 1:
-            votes = _set(s.votes, attempt, s.votes[attempt] | 1 << node)
-            yield replace(s, votes=votes, accepted=_set(s.accepted, node, max(s.accepted[node], (attempt, value))))
+        if value == NOTHING or not is_in_it or s.joins[attempt][node] is None or s.votes[attempt] >> node & 1:
+            return
+        accepted_in, known = s.accepted[node]
+        everyone = peers((1 << self.nodes) - 1)
+        is_bound = known not in (NOTHING, value) and node != self.hostile and self.keeps_votes
+        if is_bound and not self._made(s, value).replaces(str(known), accepted_in, everyone):
+            return
+        votes = _set(s.votes, attempt, s.votes[attempt] | 1 << node)
+        yield replace(s, votes=votes, accepted=_set(s.accepted, node, max(s.accepted[node], (attempt, value))))
 
     def _commit(self, s: State, attempt: int) -> Iterator[State]:
         votes, group = s.votes[attempt], self._joined(s, attempt) & s.alive | s.votes[attempt]
@@ -152,9 +204,10 @@ class Model:
         return sum(1 << node for node in range(self.nodes) if s.joins[attempt][node] is not None)
 
 
-def violation(before: State, s: State) -> str:
+def violation(before: State, s: State, hostile: int = NOTHING) -> str:
     """What is wrong with the step between these states; empty if nothing is."""
-    adopted = {value for node, value in enumerate(s.adopted) if value != NOTHING and s.alive >> node & 1}
+    honest = [node for node in range(len(s.adopted)) if node != hostile]
+    adopted = {s.adopted[node] for node in honest if s.adopted[node] != NOTHING and s.alive >> node & 1}
     if len(adopted) > 1:
         return "two living nodes adopted different outcomes"
     for new, value in enumerate(s.proposals):
@@ -172,7 +225,7 @@ def canonical(s: State, leaders: int) -> State:
 
     def about(node: int) -> tuple[object, ...]:
         joins = tuple(joined[node] or (NOTHING - 1, NOTHING) for joined in s.joins)
-        marks = tuple(mask >> node & 1 for mask in (s.alive, *s.votes, *s.certificates))
+        marks = tuple(mask >> node & 1 for mask in (s.alive, *s.plans, *s.votes, *s.certificates))
         return s.promised[node], s.accepted[node], joins, marks, s.adopted[node]
 
     order = [*nodes[:leaders], *sorted(nodes[leaders:], key=about)]
@@ -188,6 +241,7 @@ def canonical(s: State, leaders: int) -> State:
         accepted=tuple(s.accepted[node] for node in order),
         joins=tuple(tuple(joined[node] for node in order) for joined in s.joins),
         proposals=s.proposals,
+        plans=tuple(map(moved, s.plans)),
         votes=tuple(map(moved, s.votes)),
         certificates=tuple(map(moved, s.certificates)),
         adopted=tuple(s.adopted[node] for node in order),
@@ -204,7 +258,7 @@ def explore(model: Model, most: int = 20_000_000) -> tuple[int, str]:
     while stack:
         before = stack.pop()
         for after in model.after(before):
-            if what := violation(before, after):
+            if what := violation(before, after, model.hostile):
                 return len(seen), what
             state = canonical(after, model.attempts)
             if state in seen:

@@ -22,7 +22,7 @@ from node.swarm import messages
 from node.swarm.allreduce import result_store
 from node.swarm.allreduce.reducer import Reducer
 from node.swarm.allreduce.result_store import ResultStore
-from node.swarm.consensus import ballot, leader
+from node.swarm.consensus import attendance, ballot, leader
 from node.swarm.consensus.ballot import Attempt, Ballot
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.leader import Leader
@@ -303,7 +303,43 @@ def majority_may_be_left_out(patches: Patches) -> None:
     patches.replace(messages, "least_included", lambda _: lambda plan: 1)
 
 
+@mutant(TWO_OUTCOMES)
+def votes_are_not_kept(patches: Patches) -> None:
+    """A member that has accepted an outcome votes for any other one in a later attempt."""
+    patches.replace(Voter, "_may_replace", lambda _: lambda self, outcome, head: True)
+
+
+@mutant("without the vote of an honest node", "no round in the last", TWO_OUTCOMES)
+def any_plan_will_do(patches: Patches) -> None:
+    """A member votes for an outcome of another plan than its leader has sent, and of too few contributors."""
+    patches.replace(Electorate, "suffice", lambda _: lambda self, members: True)
+    patches.replace(attendance.Attendance, "take_plan", _without_plan)
+
+
+def _without_plan(take_plan: Any) -> Any:
+    def after(self: Any, attempt: Attempt, *given: Any) -> None:
+        take_plan(self, attempt, *given)
+        attempt.given = None
+
+    return after
+
+
 # attempts
+
+
+@mutant("no round in the last")
+def leader_names_the_attempt(patches: Patches) -> None:
+    """A member goes to the attempt that a leader names, which may be the next one that it leads."""
+
+    def make(follow: Any) -> Any:
+        def after(self: Ballot, attempt: Attempt, later: object, code: object) -> None:
+            if isinstance(later, int) and later > attempt.number:
+                self.number = max(self.number, later)
+            follow(self, attempt, later, code)
+
+        return after
+
+    patches.replace(Ballot, "follow", make)
 
 
 @mutant("no round in the last")

@@ -20,6 +20,8 @@ HOSTILE = (
     "FarAhead",
     "TwoProposals",
     "Excluder",
+    "LonePlan",
+    "NextIsMine",
 )
 BOUND_S = 5.0
 """The failure detector's bound: a node that is away for less never counts as dead (`MemberTimings.dead_s` is 8 s, and a

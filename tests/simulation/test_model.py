@@ -19,11 +19,20 @@ MUTANTS = {
     "a majority of the group decides": Model(*SMALL, has_quorum=lambda _, alive, votes, group: _most(votes, group)),
     "a leader does not propose again": Model(*SMALL, proposes_again=False),
     "a member breaks its promise": Model(*SMALL, keeps_promises=False),
+    "a member does not keep its vote": Model(4, 2, hostile=1, are_mortal=False, keeps_votes=False),
 }
 
 
 def _most(votes: int, of: int) -> bool:
     return 2 * (votes & of).bit_count() > of.bit_count()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("hostile", [1, 3])
+def test_no_schedule_of_four_modelled_nodes_with_a_hostile_one_commits_two_outcomes(hostile: int) -> None:
+    """Node 1 leads attempt 1, and node 3 leads none. Of five nodes, two majorities may share only the hostile one."""
+    states, what = explore(Model(4, 2, hostile=hostile, are_mortal=False))
+    assert not what and states > 50_000
 
 
 @pytest.mark.timeout(120)

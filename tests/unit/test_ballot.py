@@ -77,7 +77,7 @@ def number_after(
         ((7, 2, 0, 0, 0), range(5), 2, "both have reached 2, and the others suffice"),
         ((7, 0), (0, 1, 2), 7, "one of two others: nobody can tell who is wrong"),
         ((7, 0, 0), (0, 1), 7, "there is no quorum without the one that is ahead"),
-        ((MAX_AHEAD + 1, 0, 0), (0, 1), 0, "nobody uses up the numbers of attempts"),
+        ((2**31 - 1, 0, 0), (0, 1), MAX_AHEAD, "nobody uses up the numbers of attempts"),
     ],
 )
 def test_one_member_that_is_ahead_ends_no_attempt_of_four_that_can_go_on_without_it(

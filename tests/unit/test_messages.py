@@ -153,8 +153,9 @@ def test_a_join_with_the_longest_valid_values_is_accepted() -> None:
         1.2345678901234567e-305,
     )
     fields |= {"step_s": 86_399.99999999999, "round_s": 1.2345678901234567e305}
-    full = Join(run=RUN, parent=PARENT, state=STATE, tokens=2**48 - 1, reduces=False, keeps=STATE[:16], **fields)
-    assert len(full.model_dump_json()) <= 580 < Join.longest
+    more: dict[str, Any] = {"attempt": 2**31 - 1, "accepted": STATE, "keeps": STATE[:16]}
+    full = Join(run=RUN, parent=PARENT, state=STATE, tokens=2**48 - 1, reduces=False, **more, **fields)
+    assert len(full.model_dump_json()) <= 679 < Join.longest
     assert read(sign(A, full), Join) == full
 
 

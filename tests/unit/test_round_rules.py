@@ -411,3 +411,25 @@ def test_members_on_slow_uplinks_lead_last() -> None:
 )
 def test_uplinks_are_slow_in_comparison_with_the_median_uplink(uplinks: dict[str, float], slow: str) -> None:
     assert slow_uplinks(uplinks) == frozenset(slow)
+
+
+@pytest.mark.parametrize(
+    ("last", "live", "members", "suffice"),
+    [
+        ("abcd", "abcd", "ab", True),
+        ("abcd", "abcd", "a", False),
+        ("abcd", "abcd", "axyz", False),  # Others than contributors do not count.
+        ("abcd", "ab", "c", True),  # A dead contributor counts, because it has signed its join.
+        ("", "abc", "a", False),
+        ("", "abc", "ab", True),
+    ],
+)
+def test_a_plan_needs_half_as_many_contributors_as_live(last: str, live: str, members: str, suffice: bool) -> None:
+    assert electorate(last, live).suffice(members) == suffice
+
+
+def test_only_contributors_decide_while_one_of_them_lives() -> None:
+    assert electorate("abc", "ax").deciding == set("abc")
+    assert electorate("abc", "xy").deciding == set("abcxy")
+    assert electorate("", "xy").deciding == electorate("", "xy").voters == set("xy")
+    assert electorate("abc", "xy").voters == set("abc")

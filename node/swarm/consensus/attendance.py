@@ -113,6 +113,7 @@ class Attendance:
         elif status == "plan" and not attempt.has:
             self.take_plan(attempt, target, Document.model_validate_json(blob), mine)
         elif status == "proposal" and attempt.has != "proposal":
+            attempt.support = {str(peer): (int(number), str(vote)) for peer, number, vote in header.get("support", ())}
             self._take_proposal(attempt, target, Document.model_validate_json(blob), str(header.get("hashes")))
         elif status in ("plan", "proposal"):
             return "wait"
@@ -163,7 +164,7 @@ class Attendance:
         if attempt.planned.is_set():
             return
         self._lead_by(attempt, leader, "plan")
-        attempt.weights = joins
+        attempt.weights, attempt.given = joins, plan
         if ctx.me in plan.reducers:
             weights = {peer: join.tokens for peer, join in joins.items()}
             norms = {peer: join.norm for peer, join in joins.items()}
@@ -176,8 +177,9 @@ class Attendance:
     def _lead_by(self, attempt: Attempt, leader: str, has: Literal["plan", "proposal"]) -> None:
         if attempt.leader not in ("", leader):
             raise PeerError("this attempt has another leader")
+        if not attempt.has:
+            attempt.deadline_s = self._ctx.clock() + 3 * self._ctx.rules.bulk_s
         attempt.leader, attempt.has = leader, has
-        attempt.deadline_s = self._ctx.clock() + 3 * self._ctx.rules.bulk_s
 
     def _take_proposal(self, attempt: Attempt, leader: str, document: Document, hashes: str) -> None:
         self._lead_by(attempt, leader, "proposal")

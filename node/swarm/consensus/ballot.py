@@ -18,7 +18,7 @@ from node.swarm.allreduce.reducer import Reducer
 from node.swarm.chain.chain import Chain
 from node.swarm.consensus.group_closing import LATELY
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.messages import AcceptedOutcome, Document, Join, Proof, SavedBallot
+from node.swarm.messages import AcceptedOutcome, Document, Join, Plan, Proof, SavedBallot
 
 MAX_RAISES = 64
 """Limit on the attempts of one round that one peer may begin."""
@@ -27,7 +27,7 @@ MAX_NEEDLESS_RAISES = 2
 BEHIND_GRACE_S = 3.0
 """Time to wait for a member whose record names an older round, because a newer record may be on its way."""
 MAX_AHEAD = 1000
-"""Limit on how many attempts a peer may be ahead, so that no peer can use up the attempt numbers."""
+"""Limit on how many attempts a node goes on at a time, so that no peer can use up the attempt numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ class Attempt:
     """As the leader: the members of the plan."""
     proposal: AcceptedOutcome | None = None
     """As the leader: the outcome that is proposed to all joined members."""
+    support: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Attempt and vote of each member that has accepted the proposed outcome earlier."""
     votes: dict[str, str] = field(default_factory=dict)
     """As the leader: the vote for `proposal` of each member that has answered; empty if it refuses."""
     has_vote: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,6 +90,8 @@ class Attempt:
     closed: bool = False
     """As the leader: whether the group is closed. Then joined members cannot go to another leader."""
     leader: str = ""
+    given: Plan | None = None
+    """As a member: the plan that the leader has sent."""
     has: Literal["", "plan", "proposal"] = ""
     """As a member: what the leader has told this node so far."""
     deadline_s: float = math.inf
@@ -280,10 +284,13 @@ class Ballot:
             self._begin(*chosen)
 
     def follow(self, attempt: Attempt, later: object, code: object) -> NoReturn:
-        """Go to the later attempt that a leader names, at most MAX_AHEAD ahead. Always raises RoundFailed."""
+        """Go to the next attempt, because the leader of this one says that it is over. Always raises RoundFailed.
+
+        A leader cannot name the attempt. A hostile one would name the next one that it leads.
+        """
         if not isinstance(later, int) or later <= attempt.number:
             raise RoundFailed("the leader names no later attempt", code="leader_lost")
-        self.number = max(self.number, min(later, attempt.number + MAX_AHEAD))
+        self.number = max(self.number, attempt.number + 1)
         reason = attempt.waiting_reason or "a later attempt is under way"
         raise RoundFailed(reason, code=known_code(code))
 
@@ -391,7 +398,8 @@ def later_attempt(
         wrong: how many members may be wrong (`most_wrong`).
         can_commit: whether these members can commit a round.
     """
-    ahead = sorted((number, peer) for peer, number in reached.items() if own < number <= own + MAX_AHEAD)
+    reached = {peer: min(number, own + MAX_AHEAD) for peer, number in reached.items()}
+    ahead = sorted((number, peer) for peer, number in reached.items() if number > own)
 
     def suffices(number: int) -> bool:
         return can_commit([peer for peer, other in reached.items() if other <= number])

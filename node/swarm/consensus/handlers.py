@@ -21,7 +21,6 @@ from node.swarm.consensus.depositary import Depositary, check_chunks
 from node.swarm.consensus.leader import Leader
 from node.swarm.consensus.voter import Voter
 from node.swarm.messages import (
-    AcceptedOutcome,
     Document,
     Join,
     accepted_by,
@@ -98,6 +97,8 @@ class Handlers:
         check_join(document, self.ctx.rules.bounds, join.parent)
         self.ctx.check_join_fits(join)
         number = self.ballot.check_number(message.header.get("attempt"))
+        if join.attempt != number:
+            raise PeerError("a join is for another attempt")
         if number < self.ballot.number:
             return self._stale(number)
         is_leader = self.ctx.me in self.ctx.peer_table.leaders()
@@ -105,8 +106,7 @@ class Handlers:
         if not leads and self.ballot.release(number, caller):
             return Message({"status": "elsewhere"})
         attempt = self.ballot.attended(number, caller)
-        if (claim := message.header.get("accepted")) and caller not in attempt.proposals:
-            attempt.proposals[caller] = self._read_claim(claim, caller, attempt)
+        self._take_claim(message.header.get("accepted"), caller, join, attempt)
         if caller not in attempt.joins:
             attempt.has_join.set()
         attempt.joins[caller] = document
@@ -122,19 +122,25 @@ class Handlers:
             attempt.leading = self.ctx.tasks.spawn(self.leader.lead(attempt))
         return await self._held(attempt, caller, str(message.header.get("has", "")))
 
-    def _read_claim(self, claim: Any, caller: str, attempt: Attempt) -> AcceptedOutcome:
-        """Check a member's claim to have accepted an outcome. Raises PeerError.
+    def _take_claim(self, claim: Any, caller: str, join: Join, attempt: Attempt) -> None:
+        """Keep the outcome that a member has accepted. Raises PeerError if it is not valid, or not that of the join.
 
         A check of a thousand signatures takes a tenth of a second, so a member gets MAX_REFUSED_CLAIMS of them.
         """
-        refused = attempt.refused_claims.setdefault(caller, [])
-        if len(refused) >= MAX_REFUSED_CLAIMS:
-            raise PeerError(str(refused[-1]), code=refused[-1].code)
-        try:
-            return self.voter.read_accepted(claim, caller, attempt)
-        except PeerError as exc:
-            refused.append(PeerError(str(exc), code=exc.code))  # `exc` itself would keep the claim in memory.
-            raise
+        known = attempt.proposals.get(caller)
+        if claim and known is None:
+            refused = attempt.refused_claims.setdefault(caller, [])
+            if len(refused) >= MAX_REFUSED_CLAIMS:
+                raise PeerError(str(refused[-1]), code=refused[-1].code)
+            try:
+                known = self.voter.read_accepted(claim, caller, attempt)
+            except PeerError as exc:
+                refused.append(PeerError(str(exc), code=exc.code))  # `exc` itself would keep the claim in memory.
+                raise
+        if join.accepted != (known.outcome.hash if known is not None else ""):
+            raise PeerError("a join names another accepted outcome than its member claims")
+        if known is not None:
+            attempt.proposals[caller] = known
 
     async def _held(self, attempt: Attempt, caller: str, has: str) -> Message:
         """Wait until there is more than the member has, and return it. Returns `wait` after `hold_s`."""
@@ -148,7 +154,7 @@ class Handlers:
             if attempt.ended.is_set() or attempt.number < self.ballot.number:
                 return self._stale(attempt.number)
             if attempt.proposal is not None and has != "proposal":
-                return self.leader.proposal_of(attempt.proposal)
+                return self.leader.proposal_of(attempt, attempt.proposal)
             if attempt.plan is not None and not has and caller in attempt.members:
                 return Message({"status": "plan"}, [attempt.plan.model_dump_json().encode()])
             left_s = until_s - self.ctx.clock()

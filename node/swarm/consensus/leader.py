@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.allreduce.chunk_assignment import capacities, chunk_owners
 from node.swarm.allreduce.reducer import is_norm_misdeclared
 from node.swarm.consensus.ballot import BEHIND_GRACE_S, Attempt, Ballot, first
+from node.swarm.consensus.claims import Claims, gather
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.group_closing import Gathering, judge, left_out
@@ -140,34 +140,39 @@ class Leader:
         return [peer for peer in here if peer not in self._ballot.omitted or peer not in attempt.joins]
 
     async def _claimed(self, attempt: Attempt, doubted: set[str]) -> AcceptedOutcome | None:
-        """Return the newest outcome that a member has accepted. The outcome may be committed already.
+        """Return the outcome, of those that members have accepted, that may be committed (`claims.by_precedence`).
 
-        A member that accepted an outcome holds its chunks and has checked the bound of their mean. An outcome whose
-        chunks cannot be fetched or exceed the bound is skipped, because every proposal of it would fail.
+        A member that accepted an outcome holds its chunks and has checked the bound of their mean. An outcome that
+        exceeds the bound is skipped, because every proposal of it would fail. So is one whose chunks cannot be fetched,
+        if it cannot have the votes of a majority. Raises RoundFailed if it can.
 
         Args:
-            doubted: heads of the skipped outcomes; this method adds to it.
+            doubted: hashes of the skipped outcomes; this method adds to it.
         """
-        votes = Counter((claim.attempt, claim.outcome.hash) for claim in attempt.proposals.values())
-
-        def precedence(claim: AcceptedOutcome) -> tuple[int, int, str]:
-            # Two outcomes of one attempt exist only if the leader of that attempt signed both.
-            return claim.attempt, votes[claim.attempt, claim.outcome.hash], claim.outcome.hash
-
-        for claim in sorted(attempt.proposals.values(), key=precedence, reverse=True):
+        electorate = self._ctx.electorate()
+        # Other identities cost nothing.
+        said = {peer: claim for peer, claim in attempt.proposals.items() if peer in electorate.deciding}
+        claims = Claims(gather(said), attempt.joins.keys(), electorate.voters)
+        by_outcome = {claim.outcome.hash: claim for claim in said.values()}
+        for one in claims.by_precedence():
+            claim = by_outcome[one.outcome]
             outcome = parse(RoundOutcome, claim.outcome.text)
-            joins = joins_of(claim.outcome)
-            if claim.outcome.hash not in doubted:
-                try:
-                    await self._committer.mean_of(outcome, included_joins(outcome, joins), split_hashes(claim.hashes))
-                except SwarmError as exc:
-                    logger.warning("An outcome that a member claims to have accepted cannot be adopted: %s", exc)
-                    doubted.add(claim.outcome.hash)
-                    for peer, other in attempt.proposals.items():
-                        if other.outcome.hash == claim.outcome.hash:
-                            self._ballot.accuse(self._ctx.me, peer)  # It should have the chunks.
-                else:
-                    return claim
+            if one.outcome in doubted or not electorate.suffice(one.supporters):
+                continue
+            try:
+                included = included_joins(outcome, joins_of(claim.outcome))
+                await self._committer.mean_of(outcome, included, split_hashes(claim.hashes))
+            except SwarmError as exc:
+                logger.warning("An outcome that a member claims to have accepted cannot be adopted: %s", exc)
+                for peer in one.claimants:
+                    self._ballot.accuse(self._ctx.me, peer)  # It should have the chunks.
+                is_wrong = exc.code in ("bad_norm", "bad_size")
+                if not is_wrong and claims.may_have_majority(one) and not self._ctx.is_overdue:
+                    raise RoundFailed("a result that may be committed cannot be fetched", code="timeout") from exc
+                doubted.add(one.outcome)
+            else:
+                attempt.support = {peer: (said[peer].attempt, said[peer].vote) for peer in one.claimants}
+                return claim
         return None
 
     async def _plan(self, attempt: Attempt) -> Plan:
@@ -316,7 +321,8 @@ class Leader:
         while self._ctx.clock() < until_s:
             attempt.has_vote.clear()
             await first((attempt.has_vote,), LOOK_S)
-            accepts = {peer: vote for peer, vote in attempt.votes.items() if vote}
+            eligible = self._ctx.live_members() | self._ctx.electorate().contributors
+            accepts = {peer: vote for peer, vote in attempt.votes.items() if vote and peer in eligible}
             ratified = self._is_ratified(group, accepts)
             if ratified:
                 until_s = min(until_s, self._ctx.clock() + MORE_VOTES_S)
@@ -336,10 +342,11 @@ class Leader:
             hashes=accepted.hashes,
         )
 
-    def proposal_of(self, accepted: AcceptedOutcome) -> Message:
+    def proposal_of(self, attempt: Attempt, accepted: AcceptedOutcome) -> Message:
         """The answer to members that have not seen this outcome."""
         blobs = self._ctx.hooks.damage("commit", [accepted.outcome.model_dump_json().encode()])
-        return Message({"status": "proposal", "hashes": accepted.hashes}, blobs)
+        support = [[peer, *vote] for peer, vote in attempt.support.items()]
+        return Message({"status": "proposal", "hashes": accepted.hashes, "support": support}, blobs)
 
     def _here(self, attempt: Attempt) -> set[str]:
         """The live members that have joined, still attend, and have not gone on."""

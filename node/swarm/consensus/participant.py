@@ -232,9 +232,12 @@ class Participant:
         """Sign a join, and attend the attempt. Raises RoundFailed or PeerError if the attempt fails."""
         ctx = self.ctx
         await ctx.hooks.at("rendezvous")
+        known = self.ballot.accepted
         content = Join(
             run=ctx.rules.run,
             parent=mine.parent,
+            attempt=attempt.number,
+            accepted=known.outcome.hash if known is not None and known.attempt < attempt.number else "",
             state=ctx.chain.tip.digest,
             tokens=mine.tokens,
             step_s=min(max(mine.step_s, LEAST_STEP_S), MOST_STEP_S),
@@ -250,9 +253,9 @@ class Participant:
             keeps=await ctx.kept_state(),
         )
         join = ctx.hooks.join(ctx.peer_table.identity, content)
-        if attempt.number > 0:
-            # By its join, the member promises not to vote in a lower attempt, even after a crash.
-            await self.ballot.save(attempt.parent, attempt.number)
+        # By its join, the member promises not to vote in a lower attempt, and to join no other leader in this one.
+        # After a crash, it does not know which leader it joined.
+        await self.ballot.save(attempt.parent, attempt.number + 1)
         ctx.peer_table.update_own(attempt=attempt.number)
         await self._attendance.attend(attempt, mine, join)
 

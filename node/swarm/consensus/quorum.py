@@ -23,6 +23,23 @@ class Electorate:
     """Whether the round has lasted so long that living contributors that take no part are no longer needed."""
 
     @property
+    def voters(self) -> frozenset[str]:
+        """All contributors, or all members before the first record."""
+        return self.contributors or self.members
+
+    @property
+    def deciding(self) -> frozenset[str]:
+        """Whoever may have a say: all contributors, dead or alive, and all members if no contributor is living."""
+        return self.contributors | self.living
+
+    def suffice(self, members: Collection[str]) -> bool:
+        """Whether these members of a plan are at least as many as half of the living contributors.
+
+        Otherwise, a hostile leader could make a round without the others, and decide about the next one alone.
+        """
+        return 2 * len(self.deciding.intersection(members)) >= len(self.living)
+
+    @property
     def living(self) -> frozenset[str]:
         """The living contributors, or all members if there is none."""
         return self.contributors & self.present or self.members

@@ -8,6 +8,7 @@ from typing import Any
 
 from node.errors import PeerError, SwarmError
 from node.swarm.consensus.ballot import Attempt, Ballot
+from node.swarm.consensus.claims import made
 from node.swarm.consensus.commit import EVICT_S, Committer
 from node.swarm.consensus.context import Context
 from node.swarm.messages import (
@@ -40,6 +41,9 @@ class Voter:
         # An outcome of an earlier attempt may be committed, even if its leader has signed two.
         if not is_only_one and outcome.plan.attempt == attempt.number:
             raise PeerError("a leader signed two outcomes for one attempt", code="equivocation")
+        self._check_plan(attempt, document, outcome)
+        if not self._may_replace(outcome, document.hash):
+            raise PeerError("this node has accepted another outcome, which may be committed", code="round_failed")
         chunks = await self.ctx.results.complete(outcome, split_hashes(hashes))
         store = self.ctx.chain.store
         saving = asyncio.ensure_future(asyncio.to_thread(store.save_chunks, document.hash, hashes, chunks))
@@ -64,6 +68,34 @@ class Voter:
         # The vote is on the disk before the leader counts it, so that this node still knows it after a crash.
         await self.ballot.save(attempt.parent, attempt.number + 1, chunks)
         return vote
+
+    def _check_plan(self, attempt: Attempt, document: Document, outcome: RoundOutcome) -> None:
+        """Raise PeerError if an outcome is of another plan than its leader has sent, or of too few members.
+
+        For an outcome of an earlier attempt, those that have accepted it count as well.
+        """
+        if outcome.plan.attempt == attempt.number and attempt.given is not None:
+            if outcome.plan != attempt.given:
+                raise PeerError("an outcome is not of the plan that its leader has sent")
+            return
+        head = document.hash
+        earlier = {
+            peer
+            for peer, (number, vote) in attempt.support.items()
+            if number < attempt.number and accepted_by(peer, head, number, vote)
+        }
+        if not self.ctx.electorate().suffice(earlier.union(outcome.plan.members)):
+            raise PeerError("an outcome is of too few of the last round's members", code="unsupported")
+
+    def _may_replace(self, outcome: RoundOutcome, head: str) -> bool:
+        """Whether this node may vote for an outcome, although it may have accepted another one.
+
+        If the round is overdue, it may, because otherwise some failures would stop the run.
+        """
+        known = self.ballot.accepted
+        if known is None or known.outcome.hash == head or self.ctx.is_overdue:
+            return True
+        return made(outcome).replaces(known.outcome.hash, known.attempt, self.ctx.electorate().voters)
 
     def read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> AcceptedOutcome:
         """Read a member's claim to have accepted an outcome earlier, and check its vote for it. Raises PeerError."""
