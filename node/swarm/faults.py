@@ -111,11 +111,11 @@ class Faults:
 
     def slowness(self) -> float:
         """The factor by which each inner step must take longer."""
-        return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "slow")), default=1.0)
+        return max((f.amount for f in self.planned() if (f.stage, f.kind) == ("inner", "slow")), default=1.0)
 
     def rest_s(self) -> float:
         """Seconds for which an inner step sleeps instead of computing; 0 if it computes."""
-        return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "rest")), default=0.0)
+        return max((f.amount for f in self.planned() if (f.stage, f.kind) == ("inner", "rest")), default=0.0)
 
     def has_room_for(self, rows: int, round: int) -> bool:
         """Whether the plan leaves device memory for this many sequences at once."""

@@ -57,7 +57,7 @@ from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.state_sync.downloader import Downloader
 from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import StateServer, StateSource
-from node.swarm.suspend_clock import SuspendClock
+from node.swarm.suspend_clock import SuspendClock, awake_and_asleep_s
 from node.swarm.transport.address_scope import LocalAddresses, Scope, parse_endpoint, read_interfaces, with_peer
 from node.swarm.transport.libp2p import Libp2pWire, addresses_of, open_wire
 from node.swarm.transport.p2pd import DaemonOptions
@@ -578,7 +578,7 @@ async def start_member(options: MemberOptions) -> SwarmMember:
         is_relay=options.is_relay,
         addresses=tuple((await wire.addresses())[:MAX_ADDRESSES]),
     )
-    clock = SuspendClock(asyncio.get_running_loop().time)
+    clock = SuspendClock(asyncio.get_running_loop().time, awake_and_asleep_s)
     member = SwarmMember(options, wire, PeerTable(identity, record, clock))
     member.listening = reserved
     member.run(

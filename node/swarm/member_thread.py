@@ -117,7 +117,8 @@ class SwarmThread:
             raise self._failure
 
     def start_call(self, work: Callable[[SwarmMember], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Run a coroutine of the member on its loop. The caller polls the future."""
+        """Run a coroutine of the member on its loop. The caller polls the future. Raises SwarmError if it has ended."""
+        self.check()
         assert self._member is not None
         return asyncio.run_coroutine_threadsafe(work(self._member), self._loop)
 

@@ -378,3 +378,16 @@ def test_strangers_do_not_use_up_the_name_lookups_of_this_node(monkeypatch: pyte
         assert [set(found) for found in asyncio.run(look())] == [set(), {"127.0.0.1"}, {"127.0.0.1"}]
     finally:
         over.set()
+
+
+def test_name_lookup_for_which_there_is_no_thread_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    endpoint = parse_endpoint("/dns4/localhost/tcp/9")
+    assert endpoint is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        for _ in range(2 * MAX_LOOKUPS):
+            assert asyncio.run(resolve(endpoint, 1.0, "peer")) == frozenset()
+    assert asyncio.run(resolve(endpoint, 5.0, "peer")) == {"127.0.0.1"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -74,17 +75,18 @@ async def test_requests_and_replies_of_the_dht_are_limited(monkeypatch: pytest.M
         return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=bytes(size)) for _ in request.keys])
 
     await dht.GuardedP2P.add_protobuf_handler(object.__new__(dht.GuardedP2P), "find", find, dht_pb2.FindRequest)
-    reply = await added["find"](dht_pb2.FindRequest(keys=[b"k"] * dht.MAX_KEYS), None)
+    reply = await added["find"](dht_pb2.FindRequest(keys=[b"k%d" % n for n in range(dht.MAX_KEYS)]), None)
     assert len(reply.results) == dht.MAX_KEYS
     for request in (
-        dht_pb2.FindRequest(keys=[b"k"] * (dht.MAX_KEYS + 1)),
+        dht_pb2.FindRequest(keys=[b"k%d" % n for n in range(dht.MAX_KEYS + 1)]),
+        dht_pb2.FindRequest(keys=[b"k"] * 2),
         dht_pb2.StoreRequest(keys=[b"k"], values=[bytes(dht.MAX_REQUEST_BYTES)]),
     ):
-        with pytest.raises(ValueError, match="request to the DHT is too long"):
+        with pytest.raises(ValueError, match="request to the DHT"):
             await added["find"](request, None)
     size = 2**18
     with pytest.raises(ValueError, match="reply of the DHT is too long"):
-        await added["find"](dht_pb2.FindRequest(keys=[b"k"] * dht.MAX_KEYS), None)
+        await added["find"](dht_pb2.FindRequest(keys=[b"k%d" % n for n in range(dht.MAX_KEYS)]), None)
 
 
 @in_loop
@@ -124,3 +126,15 @@ def test_a_node_of_the_dht_holds_a_limited_number_of_records_under_a_key() -> No
     assert held.get("peer 4") is None and held.get("peer 5").value == b"record", "those that expire first go first"
     replied = MSGPackSerializer.loads(MSGPackSerializer.dumps(held))
     assert len(replied) == dht.MAX_RECORDS
+
+
+def test_an_old_copy_of_a_record_does_not_remove_the_newer_one() -> None:
+    """The expiry of a copy is that of whoever stores it."""
+    storage, key, now = dht.BoundedStorage(), DHTID.generate("key"), get_dht_time()
+    assert storage.store(key, b"record", now + 60, subkey="peer")
+    for _ in range(3):
+        assert not storage.store(key, b"record", now + 0.05, subkey="peer")
+    time.sleep(0.1)
+    assert storage.get(key).value.get("peer").value == b"record"
+    assert storage.store(key, b"newer", now + 90, subkey="peer")
+    assert storage.get(key).value.get("peer").value == b"newer"

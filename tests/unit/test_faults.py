@@ -33,6 +33,10 @@ def test_a_fault_plan_is_parsed_from_text_or_environment() -> None:
 def test_a_fault_plan_in_a_file_is_read_again_for_each_decision(tmp_path: Path) -> None:
     file = tmp_path / "plan"
     faults = faults_from({"DILOCO_FAULTS": f"file:{file}"})
+    assert faults.slowness() == 1.0
+    file.write_text("inner@*=slow:3")
+    assert faults.slowness() == 3.0
+    file.unlink()
     assert faults.damage_kind("reduce", 1) == ""
     file.write_text("reduce@1=nan")
     assert [faults.damage_kind("reduce", 1), faults.damage_kind("reduce", 1)] == ["nan", ""]

@@ -37,3 +37,15 @@ def test_suspend_clock_says_for_a_moment_that_the_process_has_just_resumed() -> 
     assert clock.just_resumed()
     now_s += 0.2 * JUST_RESUMED_S
     assert not clock.just_resumed()
+
+
+def test_suspend_clock_notices_that_the_machine_has_slept() -> None:
+    """The clock of an event loop stands still meanwhile."""
+    awake_s, asleep_s = 100.0, 0.0
+    clock = SuspendClock(lambda: awake_s, lambda: awake_s + asleep_s)
+    began_s = clock()
+    awake_s += 0.5
+    asleep_s += 8 * 3600
+    assert clock() == began_s and clock.suspensions == 1 and clock.just_resumed()
+    awake_s += 1.0
+    assert clock() == pytest.approx(began_s + 1.0)

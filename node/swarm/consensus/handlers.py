@@ -56,7 +56,7 @@ class Handlers:
         small = partial(Service, channel=Channel.REDUCE)
         large = partial(small, admits=self.ctx.peer_table.knows, per_caller=MAX_AT_ONCE)
         return {
-            "attend": small(self._on_attend, max_request_bytes=4 * MAX_HEADER_BYTES),
+            "attend": small(self._on_attend, max_request_bytes=0),
             "contribute": large(self._on_contribute, max_request_bytes=bulk, place=self.incoming.receive),
             "deposit": large(
                 self._on_deposit,

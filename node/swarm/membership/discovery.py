@@ -172,7 +172,7 @@ class Discovery:
             await self._use_dht()
             await self._learn()
             is_alone = self._is_alone()
-            wait_s = min(MAX_RETRY_S, 2 * wait_s) if is_alone else MAX_RETRY_S
+            wait_s = min(MAX_RETRY_S, 2 * wait_s) if is_alone else RETRY_S
             self._peer_table.changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s if is_alone else RETRY_S):

@@ -16,6 +16,8 @@ from node.swarm.transport.p2pd import Daemon
 
 logger = logging.getLogger(__name__)
 
+ANSWER_S = 10.0
+"""A daemon that does not answer a question about itself within this time hangs."""
 _REQUESTS = ("identify", "connect", "disconnect", "list_peers", "stream_open", "stream_handler")
 _opened: ContextVar[list[asyncio.StreamWriter] | None] = ContextVar("opened", default=None)
 """The connections to p2pd that the current request has opened."""
@@ -83,13 +85,16 @@ class ControlClient:
         await self._client.disconnect(PeerID.from_base58(peer_id))
 
     async def listen_addresses(self) -> list[str]:
-        _, addresses = await self._client.identify()  # P2P's own method fails if there is none
+        async with asyncio.timeout(ANSWER_S):
+            _, addresses = await self._client.identify()  # P2P's own method fails if there is none
         return list(map(str, addresses))
 
     async def peers(self) -> dict[str, list[str]]:
         """The multiaddresses at which this node sees each connected peer."""
         peers: dict[str, list[str]] = {}
-        for info in await self._client.list_peers():
+        async with asyncio.timeout(ANSWER_S):
+            found = await self._client.list_peers()
+        for info in found:
             peers.setdefault(info.peer_id.to_base58(), []).extend(map(str, info.addrs))
         return peers
 

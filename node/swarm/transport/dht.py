@@ -83,8 +83,11 @@ class GuardedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
         self, name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_type: Any, **kwargs: Any
     ) -> None:
         async def guarded(request: Any, context: Any) -> Any:
-            if len(getattr(request, "keys", ())) > MAX_KEYS or request.ByteSize() > MAX_REQUEST_BYTES:
+            keys = getattr(request, "keys", ())
+            if len(keys) > MAX_KEYS or request.ByteSize() > MAX_REQUEST_BYTES:
                 raise ValueError("a request to the DHT is too long")
+            if type(request).__name__ == "FindRequest" and len(set(keys)) < len(keys):
+                raise ValueError("a request to the DHT repeats a key")  # The reply would be many times as long.
             reply = await handler(request, context)
             if reply.ByteSize() > MAX_REPLY_BYTES:
                 raise ValueError("a reply of the DHT is too long")
@@ -126,6 +129,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
     """Holds at most MAX_RECORDS under each key. The record that expires first makes room for another."""
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        held = self.get(key)
+        known = held.value.get(subkey) if held is not None and isinstance(held.value, DictionaryDHTValue) else None
+        if known is not None and known.expiration_time >= expiration_time:
+            return False  # hivemind would drop the newer record when the refused one expires.
         is_stored = super().store_subkey(key, subkey, value, expiration_time)
         if (held := self.get(key)) is not None and isinstance(held.value, DictionaryDHTValue):
             held.value.maxsize = MAX_RECORDS

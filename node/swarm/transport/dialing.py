@@ -96,13 +96,25 @@ async def resolve(endpoint: Endpoint, timeout_s: float, peer_id: str = "", use: 
     answer: asyncio.Future[frozenset[str]] = loop.create_future()
     # A lookup cannot be cancelled. Pool threads would be joined at exit, so each lookup gets a daemon thread.
     arguments = endpoint, peer_id, running, loop, answer
-    threading.Thread(target=_look_up, args=arguments, name="resolve", daemon=True).start()
+    try:
+        threading.Thread(target=_look_up, args=arguments, name="resolve", daemon=True).start()
+    except RuntimeError as exc:  # The system allows no more threads.
+        logger.warning("The name %s was not resolved: %s", endpoint.host, exc)
+        _release(running, peer_id)
+        return frozenset()
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
     except TimeoutError:
         logger.debug("The name %s was not resolved within %.0f s.", endpoint.host, timeout_s)
         return frozenset()
+
+
+def _release(running: Counter[str], peer_id: str) -> None:
+    with _lock:
+        running[peer_id] -= 1
+        if not running[peer_id]:
+            del running[peer_id]
 
 
 def _look_up(
@@ -119,10 +131,7 @@ def _look_up(
         logger.debug("The name %s could not be resolved: %s", endpoint.host, exc)
         ips = frozenset()
     finally:
-        with _lock:
-            running[peer_id] -= 1
-            if not running[peer_id]:
-                del running[peer_id]
+        _release(running, peer_id)
 
     def deliver() -> None:
         if not answer.done():

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
-from node.errors import MachineError, SwarmError
+from node.errors import MachineError, SwarmError, cause_of
 from node.host.parent_death import launch_command
 from node.host.ports import listen_error
 from node.multiaddress import parse
@@ -207,14 +207,18 @@ async def start_daemon(options: DaemonOptions) -> Daemon:
     """Start p2pd and wait until it answers. Raises MachineError if it cannot listen on an address, else SwarmError."""
     sockets = open_sockets(options.identity_file.parent)
     control = f"/unix{sockets.path}/control"
-    with resources.as_file(resources.files("hivemind.hivemind_cli") / "p2pd") as binary:
-        process = await asyncio.create_subprocess_exec(
-            *launch_command([str(binary), f"-listen={control}", *options.arguments()]),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=_ENVIRONMENT_DEFAULTS | os.environ | _ENVIRONMENT,
-        )
+    try:
+        with resources.as_file(resources.files("hivemind.hivemind_cli") / "p2pd") as binary:
+            process = await asyncio.create_subprocess_exec(
+                *launch_command([str(binary), f"-listen={control}", *options.arguments()]),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=_ENVIRONMENT_DEFAULTS | os.environ | _ENVIRONMENT,
+            )
+    except OSError as exc:
+        sockets.close()
+        raise SwarmError(f"libp2p's daemon cannot be started: {cause_of(exc)}") from exc
     daemon = Daemon(process, control, sockets)
     try:
         await daemon.wait_ready()
