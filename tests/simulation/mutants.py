@@ -23,7 +23,7 @@ from node.swarm.allreduce import result_store
 from node.swarm.allreduce.reducer import Reducer
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.consensus import attendance, ballot, leader
-from node.swarm.consensus.ballot import Attempt, Ballot
+from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.leader import Leader
 from node.swarm.consensus.quorum import Electorate
@@ -51,7 +51,8 @@ class Patches:
     """Replaces functions, and restores them at the end."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[type | ModuleType, str, Any]] = []
+        self.replaced: list[tuple[type | ModuleType, str, Any]] = []
+        """Owners, names and functions of before."""
 
     def replace(self, owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a function of a class or a module. `make` gets the old function and returns the new one.
@@ -69,12 +70,12 @@ class Patches:
             raise MissingRule(f"{where} has the parameters {inspect.signature(plain)}")
         if inspect.iscoroutinefunction(after) != inspect.iscoroutinefunction(plain):
             raise MissingRule(f"{where} has become a coroutine, or is one no longer")
-        self._replaced.append((owner, name, before))
+        self.replaced.append((owner, name, before))
         setattr(owner, name, property(after) if isinstance(before, property) else after)
 
     def undo(self) -> None:
-        while self._replaced:
-            setattr(*self._replaced.pop())
+        while self.replaced:
+            setattr(*self.replaced.pop())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +90,12 @@ class Mutant:
     change: Callable[[Patches], None]
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> Iterator[Patches]:
         """Make all nodes of this process mutants inside this context. Raises MissingRule."""
         patches = Patches()
         try:
             self.change(patches)
-            yield
+            yield patches
         finally:
             patches.undo()
 
@@ -163,7 +164,7 @@ def tokens_decide_forks(patches: Patches) -> None:
 # one outcome and one vote in an attempt
 
 
-@mutant(TWO_OUTCOMES)
+@mutant("no round in the last", TWO_OUTCOMES)
 def accepted_outcome_is_ignored(patches: Patches) -> None:
     """A later leader does not propose again what members have accepted."""
 
@@ -317,8 +318,8 @@ def any_plan_will_do(patches: Patches) -> None:
 
 
 def _without_plan(take_plan: Any) -> Any:
-    def after(self: Any, attempt: Attempt, *given: Any) -> None:
-        take_plan(self, attempt, *given)
+    def after(self: Any, attempt: Attempt, leader: str, document: Document, mine: LocalContribution) -> None:
+        take_plan(self, attempt, leader, document, mine)
         attempt.given = None
 
     return after

@@ -17,7 +17,9 @@ def test_no_schedule_of_three_modelled_nodes_commits_two_outcomes() -> None:
 
 MUTANTS = {
     "a majority of the group decides": Model(*SMALL, has_quorum=lambda _, alive, votes, group: _most(votes, group)),
-    "a leader does not propose again": Model(*SMALL, proposes_again=False),
+    "neither does a leader propose again nor a member keep its vote": Model(
+        *SMALL, proposes_again=False, keeps_votes=False
+    ),
     "a member breaks its promise": Model(*SMALL, keeps_promises=False),
     "a member does not keep its vote": Model(4, 2, hostile=1, are_mortal=False, keeps_votes=False),
 }

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from node.swarm.consensus.commit import Committer
-from node.swarm.consensus.leader import Leader
 from node.swarm.consensus.quorum import Electorate
 from tests.simulation.mutants import MUTANTS, MissingRule, Mutant, Patches, find
 
@@ -32,10 +31,10 @@ def test_the_simulation_finds_a_mutant_of_the_protocol(name: str) -> None:
 
 @pytest.mark.parametrize("one", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_changes_code_that_exists_and_restores_it_afterwards(one: Mutant) -> None:
-    before = [dict(vars(owner)) for owner in (Committer, Electorate, Leader)]
-    with one.applied():
-        pass
-    assert [dict(vars(owner)) for owner in (Committer, Electorate, Leader)] == before
+    with one.applied() as patches:
+        before = {(owner, name): function for owner, name, function in reversed(patches.replaced)}
+        assert before and all(vars(owner)[name] is not function for (owner, name), function in before.items())
+    assert all(vars(owner)[name] is function for (owner, name), function in before.items())
 
 
 def test_a_mutant_of_code_that_no_longer_exists_or_has_changed_raises_an_error() -> None:

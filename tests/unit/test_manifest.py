@@ -29,7 +29,7 @@ from node.config.manifest import (
 from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "a00beab7bb77324877f5299f50e2701713ca5985e22932a4a2e524e5762819bd"
+GOLDEN_HASH = "2c46db84e771a63989cdf4db259f5bfd1bfc087945d6ac85b744dff95410ddd6"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 
