@@ -1,4 +1,4 @@
-"""Connections to p2pd that requests leave behind."""
+"""What hivemind's clients of p2pd do with requests that fail or are cancelled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import warnings
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -17,6 +18,8 @@ from tests.event_loop import in_loop
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from hivemind.p2p import PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+    from hivemind.proto import p2pd_pb2
 
     from node.swarm.transport.control import ControlClient
     from node.swarm.transport.dht import DAEMON_ERRORS, attach
@@ -54,5 +57,27 @@ async def test_failed_and_cancelled_requests_close_their_connection_to_p2pd(tmp_
     finally:
         gc.enable()
         client.close()
+        await p2p.shutdown()
+        await daemon.stop()
+
+
+@pytest.mark.timeout(60)
+@in_loop
+async def test_an_answer_to_a_call_that_was_just_cancelled_does_not_make_the_node_deaf(tmp_path: Path) -> None:
+    load_identity(tmp_path / "identity.key")
+    daemon = await start_daemon(DaemonOptions(tmp_path / "identity.key", ["/ip4/127.0.0.1/tcp/0"]))
+    p2p: Any = await attach(daemon)
+    control, stranger = p2p._client.control, PeerID.from_base58(new_identity().peer_id)
+    try:
+        # The caller has cancelled the call, and its task has not run since then.
+        call_id = uuid4()
+        control._pending_calls[call_id] = asyncio.Future()
+        control._pending_calls[call_id].cancel()
+        call = p2pd_pb2.CallUnaryRequest(peer=stranger.to_bytes(), proto="/nothing", data=b"")
+        await control._pending_messages.put(p2pd_pb2.PersistentConnectionRequest(callId=call_id.bytes, callUnary=call))
+        for _ in range(5):  # p2pd answers in any order.
+            with pytest.raises(P2PDaemonError):
+                await asyncio.wait_for(control.call_unary_handler(stranger, "/nothing", b""), 5)
+    finally:
         await p2p.shutdown()
         await daemon.stop()

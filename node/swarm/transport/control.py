@@ -58,6 +58,23 @@ def _closing(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
     return requested
 
 
+class _WaitingCalls(dict[Any, "asyncio.Future[Any]"]):
+    """The calls that still wait for an answer. A cancelled call does not, although hivemind removes it later."""
+
+    def __contains__(self, call_id: object) -> bool:
+        future = self.get(call_id)
+        return future is not None and not future.done()
+
+
+def ignore_late_answers(client: Client) -> None:
+    """Let the client drop the answer to a call that has just been cancelled.
+
+    In hivemind, such an answer ends the task that reads p2pd's messages. The node would neither get another answer from
+    the DHT nor answer one question, until it is restarted.
+    """
+    client.control._pending_calls = _WaitingCalls(client.control._pending_calls)
+
+
 def log_task_errors(client: Any) -> None:
     """Retrieve the errors of hivemind's tasks on a control connection. These tasks fail when p2pd has ended."""
     control = getattr(client, "control", None)
