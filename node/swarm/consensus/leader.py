@@ -372,7 +372,10 @@ class Leader:
     async def _ask_all(
         self, attempt: Attempt, peers: Sequence[str], verb: str, message: Message, timeout_s: float
     ) -> dict[str, Message]:
-        """Ask all reducers the same question. If one does not answer, the attempt ends and later plans omit it."""
+        """Ask all reducers the same question. If one does not answer, the attempt ends and later plans omit it.
+
+        The other calls are cancelled then. Their reducers know that the attempt is over, so they are not to blame.
+        """
 
         async def ask(peer: str) -> Message:
             try:
@@ -385,7 +388,12 @@ class Leader:
                 attempt.suspect = attempt.suspect or peer
                 raise RoundFailed(f"{peer[-6:]} did not answer {verb!r}: {exc}", code="reducer_lost") from exc
 
-        replies = await asyncio.gather(*(ask(peer) for peer in peers))
+        calls = [asyncio.create_task(ask(peer)) for peer in peers]
+        try:
+            replies = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
         return dict(zip(peers, replies, strict=True))
 
 
