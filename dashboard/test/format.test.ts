@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import {
-  bare, brief, bytes, bytesPerSecond, count, decimals, duration, energy, hours, many,
+  bare, brief, bytes, bytesPerSecond, clockWithSeconds, count, decimals, duration, energy, hours, many,
   moment, ordinal, percent, soon, timeLeft, tokensPerSecond, tomorrowAt,
 } from "../src/format/format";
 
@@ -67,6 +67,12 @@ test("times are relative to today", () => {
   expect(soon(Date.parse("2026-11-22T22:00:00+01:00"), now)).toBe("22:00");
   expect(soon(Date.parse("2026-11-23T08:00:00+01:00"), now)).toBe("tomorrow 08:00");
   expect(soon(Date.parse("2026-11-25T08:00:00+01:00"), now)).toMatch(/25 Nov/);
+});
+
+test("a past time names its day unless it is today", () => {
+  const now = Date.parse("2026-11-22T15:00:00+01:00");
+  expect(clockWithSeconds(Date.parse("2026-11-22T08:00:05+01:00"), now)).toBe("08:00:05");
+  expect(clockWithSeconds(Date.parse("2026-11-21T08:00:05+01:00"), now)).toBe("Sat 21 Nov, 08:00:05");
 });
 
 test("invalid times are null", () => {

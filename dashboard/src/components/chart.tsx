@@ -53,7 +53,7 @@ function Legend({ spec, history, at }: Props) {
           <dd>{spec.format(value(line))}</dd>
         </div>
       ))}
-      {moment !== undefined && <div class="moment">{clockWithSeconds(moment * 1000)}</div>}
+      {moment !== undefined && <div class="moment">{clockWithSeconds(moment * 1000, Date.now())}</div>}
     </dl>
   );
 }

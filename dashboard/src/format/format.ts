@@ -125,8 +125,10 @@ export function clock(at: number): string {
   return CLOCK.format(at);
 }
 
-export function clockWithSeconds(at: number): string {
-  return CLOCK_S.format(at);
+/** A past time to the second: `22:00:05`, or `Sun 22 Nov, 22:00:05` if it is of another day than `now`. */
+export function clockWithSeconds(at: number, now: number): string {
+  const time = CLOCK_S.format(at);
+  return isSameDay(at, now) ? time : `${DAY.format(at)}, ${time}`;
 }
 
 export function dayAndClock(at: number): string {
@@ -135,11 +137,12 @@ export function dayAndClock(at: number): string {
 
 /** A time relative to today: `22:00`, `tomorrow 08:00`, `Mon 23 Nov, 08:00`. */
 export function soon(at: number, now: number): string {
-  const then = new Date(at);
-  const today = new Date(now);
-  const sameDay = (a: Date, b: Date) => a.toDateString() === b.toDateString();
-  if (sameDay(then, today)) return clock(at);
-  return sameDay(then, tomorrowAt(today, 0)) ? `tomorrow ${clock(at)}` : dayAndClock(at);
+  if (isSameDay(at, now)) return clock(at);
+  return isSameDay(at, tomorrowAt(new Date(now), 0).getTime()) ? `tomorrow ${clock(at)}` : dayAndClock(at);
+}
+
+function isSameDay(a: number, b: number): boolean {
+  return new Date(a).toDateString() === new Date(b).toDateString();
 }
 
 /** Energy in kWh, as on a bill: `350 Wh`, `1.24 kWh`. */

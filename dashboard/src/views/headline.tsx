@@ -143,7 +143,7 @@ function Progress({ status }: { status: Status }) {
         <Reading label="Loss">
           {decimals(training.loss, 3)} <small>evaluated {decimals(training.evaluation_loss, 3)}</small>
         </Reading>
-        <Reading label="Speed">{tokensPerSecond(moving ? training.tokens_per_second : 0)}</Reading>
+        <Reading label="Speed">{tokensPerSecond(moving ? training.tokens_per_second || null : 0)}</Reading>
       </dl>
     </div>
   );

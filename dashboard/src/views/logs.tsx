@@ -20,12 +20,14 @@ export function Logs() {
   const follow = useSignal(true);
   const lines = useSignal<LogLine[]>([]);
   const fault = useSignal("");
+  const isLoaded = useSignal(false);
   /** The last id received. A new object for each filter, so that late answers are ignored. */
   const last = useRef<{ id: number | null }>({ id: null });
   const box = useRef<HTMLDivElement>(null);
 
   useEffect(() => {
     lines.value = [];
+    isLoaded.value = false;
     last.current = { id: null };
   }, [level.value, search.value, reconnects.value]);
 
@@ -39,6 +41,7 @@ export function Logs() {
         if (asked !== last.current) return 0;
         asked.id = last_id;
         fault.value = "";
+        isLoaded.value = true;
         if (records.length) lines.value = appendLines(after === null ? [] : lines.peek(), records);
       } catch (error) {
         fault.value = errorText(error);
@@ -98,7 +101,7 @@ export function Logs() {
         {lines.value.map((line) => (
           <Line key={line.id} line={line} />
         ))}
-        {!lines.value.length && <p class="empty">{search.value ? "No line matches." : "No lines of this level yet."}</p>}
+        {isLoaded.value && !lines.value.length && <p class="empty">{search.value ? "No line matches." : "No lines of this level yet."}</p>}
       </div>
       <p class="quiet">The support bundle holds the configuration, rounds, and logs, without secrets. It is not sent anywhere.</p>
     </>
@@ -140,7 +143,7 @@ const Line = memo(({ line }: { line: LogLine }) => {
   return (
     <div class="line" data-level={line.level}>
       <time dateTime={line.at} title={at === null ? "" : dayAndClock(at)}>
-        {at === null ? "" : clockWithSeconds(at)}
+        {at === null ? "" : clockWithSeconds(at, Date.now())}
       </time>
       <span class="level">{line.level}</span>
       <span class="message">
