@@ -23,6 +23,8 @@ HOSTILE = (
     "LonePlan",
     "NextIsMine",
 )
+PROPOSERS = ("TwoProposals", "LonePlan")
+"""Hostile members that propose another outcome than the one that members have accepted."""
 BOUND_S = 5.0
 """The failure detector's bound: a node that is away for less never counts as dead (`MemberTimings.dead_s` is 8 s, and a
 record needs a few seconds to reach all)."""
@@ -165,6 +167,11 @@ def draw(seed: int) -> Scenario:
     if scenario.hostile != "ForgedCommit" and random.Random(f"joins {seed}").random() < 0.1:
         scenario = replace(scenario, joiners_download=True)
     # Half of the crashes lose power.
+    chance = random.Random(f"lost commit {seed}")
+    if scenario.hostile in PROPOSERS and chance.random() < 0.5:
+        # The member that commits first loses power with its certificates, and the hostile one may lead the next attempt.
+        at_s, seconds = chance.uniform(0.0, stormy_s), chance.uniform(0.1, 15.0)
+        faults.append(Fault(at_s, "power", 0, seconds, verb="adopts"))
     faults = [replace(f, kind="power") if f.kind == "crash" and rng.random() < 0.5 else f for f in faults]
     fitting = [fault for fault in faults if _fits(fault, scenario.hostile)]
     return replace(scenario, faults=tuple(sorted(fitting, key=lambda fault: fault.at_s)))

@@ -36,8 +36,8 @@ MEMORY_BYTES = 256 * 2**20
 LEAST_PLACES, MOST_PLACES = 2, 64
 ANSWER_S = 1.0
 """A depositary answers a request to forward this long before the member's timeout."""
-MOST_FORWARDS = 64
-"""Limit on the attempts in which one deposit is forwarded."""
+MOST_FORWARDS = 8
+"""Limit on the attempts in which one deposit is forwarded. In later ones, the member sends its contribution itself."""
 SIDE_BY_SIDE = 2
 """Limit on concurrent transfers of deposits to one reducer."""
 
