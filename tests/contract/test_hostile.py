@@ -24,6 +24,7 @@ from node.swarm.consensus import leader
 from node.swarm.consensus.ballot import MAX_AHEAD, Attempt, LocalContribution
 from node.swarm.identity import Identity
 from node.swarm.messages import (
+    AcceptedOutcome,
     Document,
     Join,
     Plan,
@@ -695,10 +696,11 @@ def test_an_outcome_that_cannot_be_adopted_is_not_accepted(swarm: Swarm, what: s
     text = hashes.hex() if what == "another number" else hashes.hex(" ")
     with pytest.raises(PeerError):
         propose(bad, victim, outcome, text)
-    claim = [0, outcome.model_dump(), text, accept(bad.host.identity, outcome.hash, 0)]
+    vote = accept(bad.host.identity, outcome.hash, 0)
+    claim = AcceptedOutcome(attempt=0, outcome=outcome, hashes=text, vote=vote).model_dump_json().encode()
     join = {"attempt": 1, "join": forged_join(bad, parent, attempt=1, accepted=outcome.hash).model_dump()}
     with pytest.raises(PeerError):
-        _call(bad, victim, "attend", Message(join | {"accepted": claim}))
+        _call(bad, victim, "attend", Message(join, [claim]))
     done = round_of(nodes, 0)
     assert done[0].tip.round == 0 and done[0].tip.head != outcome.hash
     assert other.peer_id in done[0].outcome.included

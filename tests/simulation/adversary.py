@@ -11,6 +11,7 @@ from node.diloco.digest import leaf_hashes, root_digest
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.chain.chain import Tip
 from node.swarm.messages import (
+    AcceptedOutcome,
     Document,
     Join,
     Plan,
@@ -136,10 +137,11 @@ class FalseClaim(Adversary):
             return message
         join = Document.model_validate(message.header["join"])
         proof = lone_outcome(self.node, join, number - 1)
-        claim = [number - 1, proof.outcome.model_dump(), proof.hashes, proof.accepts[self.node.peer_id]]
+        vote = proof.accepts[self.node.peer_id]
+        claim = AcceptedOutcome(attempt=number - 1, outcome=proof.outcome, hashes=proof.hashes, vote=vote)
         claiming = parse(Join, join.text).model_copy(update={"accepted": proof.outcome.hash})
-        header = {"accepted": claim, "join": sign(self.node.identity, claiming).model_dump()}
-        return replace(message, header=dict(message.header) | header)
+        header = dict(message.header) | {"join": sign(self.node.identity, claiming).model_dump()}
+        return replace(message, header=header, blobs=[claim.model_dump_json().encode()])
 
 
 class LonePlan(Adversary):

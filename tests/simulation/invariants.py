@@ -14,6 +14,7 @@ from node.swarm.allreduce.result_store import KEPT_ROUNDS
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import (
+    AcceptedOutcome,
     Document,
     Join,
     RoundOutcome,
@@ -213,8 +214,8 @@ class Invariants:
             self._check_promise(node, parent, attempt, "joins")
             self._joined[node.number, parent] = attempt
             voted, adoptions = self._voted.get((node.number, parent), (attempt, 0))
-            claim, is_stored = message.header.get("accepted"), self._adoptions[node.number] - adoptions < KEPT_ROUNDS
-            if voted < attempt and is_stored and (not claim or claim[0] < voted):
+            claims, is_stored = message.blobs, self._adoptions[node.number] - adoptions < KEPT_ROUNDS
+            if voted < attempt and is_stored and (not claims or parse(AcceptedOutcome, claims[0]).attempt < voted):
                 self._violate(f"n{node.number} joins attempt {attempt} without its vote in attempt {voted}")
 
     def _check_promise(self, node: SimulatedNode, parent: str, attempt: int, what: str) -> None:

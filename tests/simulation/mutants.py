@@ -304,12 +304,6 @@ def majority_may_be_left_out(patches: Patches) -> None:
     patches.replace(messages, "least_included", lambda _: lambda plan: 1)
 
 
-@mutant(TWO_OUTCOMES)
-def votes_are_not_kept(patches: Patches) -> None:
-    """A member that has accepted an outcome votes for any other one in a later attempt."""
-    patches.replace(Voter, "_may_replace", lambda _: lambda self, outcome, head: True)
-
-
 @mutant("without the vote of an honest node", "no round in the last", TWO_OUTCOMES)
 def any_plan_will_do(patches: Patches) -> None:
     """A member votes for an outcome of another plan than its leader has sent, and of too few contributors."""

@@ -169,7 +169,7 @@ def draw(seed: int) -> Scenario:
     # Half of the crashes lose power.
     chance = random.Random(f"lost commit {seed}")
     if scenario.hostile in PROPOSERS and chance.random() < 0.5:
-        # The member that commits first loses power with its certificates, and the hostile one may lead the next attempt.
+        # The first to commit loses power with its certificates, and the hostile member may lead the next attempt.
         at_s, seconds = chance.uniform(0.0, stormy_s), chance.uniform(0.1, 15.0)
         faults.append(Fault(at_s, "power", 0, seconds, verb="adopts"))
     faults = [replace(f, kind="power") if f.kind == "crash" and rng.random() < 0.5 else f for f in faults]

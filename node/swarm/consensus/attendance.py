@@ -123,13 +123,13 @@ class Attendance:
         """Make one long poll. Returns None if this node has news for the leader, or if the connection broke once."""
         ctx = self._ctx
         header: dict[str, Any] = {"attempt": attempt.number, "join": join.model_dump(), "has": attempt.has}
-        if (known := self._ballot.accepted) is not None and known.attempt < attempt.number:
-            header["accepted"] = [known.attempt, known.outcome.model_dump(), known.hashes, known.vote]
+        known = self._ballot.accepted
+        claims = [known.model_dump_json().encode()] if known is not None and known.attempt < attempt.number else []
         if attempt.vote is not None:
             header["vote"] = attempt.vote
         attempt.has_news.clear()
         timeout_s = ctx.peer_table.timings.hold_s + CALL_S
-        poll = ctx.wire.call(target, "attend", Message(header), timeout_s=timeout_s)
+        poll = ctx.wire.call(target, "attend", Message(header, claims), timeout_s=timeout_s)
         call = asyncio.ensure_future(while_live(ctx.peer_table, target, poll))
         news = [asyncio.ensure_future(event.wait()) for event in (attempt.has_news, attempt.ended)]
         try:

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 
 from node.swarm.messages import AcceptedOutcome, RoundOutcome, parse, read_join
 
+MAX_CLAIM_BYTES = 4 * 2**20
+"""Limit on the claim that goes with a join: an accepted outcome as JSON. Nobody votes for an outcome that may exceed
+it, because a member that could not claim its vote could not join again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Made:

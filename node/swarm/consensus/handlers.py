@@ -7,6 +7,7 @@ exception that malformed input raises into a refusal (`wire.run_handler`).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from node.status import Channel
 from node.swarm.allreduce.incoming import Incoming
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.consensus.ballot import Attempt, Ballot, first
+from node.swarm.consensus.claims import MAX_CLAIM_BYTES
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.depositary import Depositary, check_chunks
 from node.swarm.consensus.leader import Leader
@@ -56,7 +58,7 @@ class Handlers:
         small = partial(Service, channel=Channel.REDUCE)
         large = partial(small, admits=self.ctx.peer_table.knows, per_caller=MAX_AT_ONCE)
         return {
-            "attend": small(self._on_attend, max_request_bytes=0),
+            "attend": small(self._on_attend, max_request_bytes=MAX_CLAIM_BYTES, per_caller=MAX_AT_ONCE),
             "contribute": large(self._on_contribute, max_request_bytes=bulk, place=self.incoming.receive),
             "deposit": large(
                 self._on_deposit,
@@ -106,7 +108,7 @@ class Handlers:
         if not leads and self.ballot.release(number, caller):
             return Message({"status": "elsewhere"})
         attempt = self.ballot.attended(number, caller)
-        self._take_claim(message.header.get("accepted"), caller, join, attempt)
+        self._take_claim(message.blobs, caller, join, attempt)
         if caller not in attempt.joins:
             attempt.has_join.set()
         attempt.joins[caller] = document
@@ -122,18 +124,20 @@ class Handlers:
             attempt.leading = self.ctx.tasks.spawn(self.leader.lead(attempt))
         return await self._held(attempt, caller, str(message.header.get("has", "")))
 
-    def _take_claim(self, claim: Any, caller: str, join: Join, attempt: Attempt) -> None:
+    def _take_claim(self, claims: Sequence[bytes], caller: str, join: Join, attempt: Attempt) -> None:
         """Keep the outcome that a member has accepted. Raises PeerError if it is not valid, or not that of the join.
+
+        There is at most one claim, the blob of the request.
 
         A check of a thousand signatures takes a tenth of a second, so a member gets MAX_REFUSED_CLAIMS of them.
         """
         known = attempt.proposals.get(caller)
-        if claim and known is None:
+        if claims and known is None:
             refused = attempt.refused_claims.setdefault(caller, [])
             if len(refused) >= MAX_REFUSED_CLAIMS:
                 raise PeerError(str(refused[-1]), code=refused[-1].code)
             try:
-                known = self.voter.read_accepted(claim, caller, attempt)
+                known = self.voter.read_accepted(claims[0], caller, attempt)
             except PeerError as exc:
                 refused.append(PeerError(str(exc), code=exc.code))  # `exc` itself would keep the claim in memory.
                 raise

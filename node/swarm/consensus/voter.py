@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 from node.errors import PeerError, SwarmError
 from node.swarm.consensus.ballot import Attempt, Ballot
-from node.swarm.consensus.claims import made
+from node.swarm.consensus.claims import MAX_CLAIM_BYTES, made
 from node.swarm.consensus.commit import EVICT_S, Committer
 from node.swarm.consensus.context import Context
 from node.swarm.messages import (
@@ -21,6 +20,7 @@ from node.swarm.messages import (
     check_hashes,
     check_outcome,
     included_joins,
+    parse,
     read,
     split_hashes,
 )
@@ -41,6 +41,8 @@ class Voter:
         # An outcome of an earlier attempt may be committed, even if its leader has signed two.
         if not is_only_one and outcome.plan.attempt == attempt.number:
             raise PeerError("a leader signed two outcomes for one attempt", code="equivocation")
+        if outcome.plan.attempt == attempt.number and document.signer != leader:
+            raise PeerError("an outcome of this attempt is not signed by its leader", code="bad_signature")
         self._check_plan(attempt, document, outcome)
         if not self._may_replace(outcome, document.hash):
             raise PeerError("this node has accepted another outcome, which may be committed", code="round_failed")
@@ -97,15 +99,9 @@ class Voter:
             return True
         return made(outcome).replaces(known.outcome.hash, known.attempt, self.ctx.electorate().voters)
 
-    def read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> AcceptedOutcome:
+    def read_accepted(self, claim: bytes, caller: str, attempt: Attempt) -> AcceptedOutcome:
         """Read a member's claim to have accepted an outcome earlier, and check its vote for it. Raises PeerError."""
-        number, document, hashes, vote = claim
-        accepted = AcceptedOutcome(
-            attempt=self.ballot.check_number(number),
-            outcome=Document.model_validate(document),
-            hashes=str(hashes),
-            vote=str(vote),
-        )
+        accepted = parse(AcceptedOutcome, claim)
         if accepted.attempt >= attempt.number:
             raise PeerError("a member claims to have accepted an outcome in a later attempt")
         if not accepted_by(caller, accepted.outcome.hash, accepted.attempt, accepted.vote):
@@ -123,6 +119,8 @@ class Voter:
         `number` is the attempt in which the outcome is accepted. The outcome may come from an earlier attempt.
         """
         bounds = self.ctx.rules.bounds
+        if 2 * len(document.text.encode()) + len(hashes) > MAX_CLAIM_BYTES:  # A claim repeats the text as JSON.
+            raise PeerError("an outcome is too long to be claimed later", code="bad_size")
         outcome = read(document, RoundOutcome)
         joins = check_outcome(outcome, bounds)
         check_hashes(outcome, split_hashes(hashes), bounds)
