@@ -27,6 +27,8 @@ The message of an error is one sentence for a person and names the remedy. `code
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 def cause_of(error: BaseException) -> str:
     """The text of an exception, or the name of its class if it has no text. Messages quote it in brackets."""
@@ -60,6 +62,10 @@ class InviteError(UsageError):
 
 class DataFolderError(UsageError):
     code = "data_folder"
+
+    @classmethod
+    def of_another_user(cls, folder: Path) -> DataFolderError:
+        return cls(f"The data folder {folder} belongs to another user: run the command as that user.")
 
 
 class ReleaseError(UsageError):

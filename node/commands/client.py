@@ -13,7 +13,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
-from node.errors import UsageError
+from node.errors import DataFolderError, UsageError
 
 TIMEOUT_S = 10.0
 
@@ -113,9 +113,7 @@ class Client:
                 raise self._not_running()
             address = read_address(self._data_dir)
         except PermissionError as exc:
-            raise UsageError(
-                f"The data folder {self._data_dir} belongs to another user: run the command as that user."
-            ) from exc
+            raise DataFolderError.of_another_user(self._data_dir) from exc
         except (OSError, ValueError) as exc:
             raise self._no_answer() from exc
         request = Request(  # noqa: S310 - the address comes from our own data folder

@@ -50,9 +50,7 @@ def certificate_of(data_dir: Path) -> tuple[Certificate, ProvenCredit]:
             f"{data_dir} holds no table of credit yet: let the node take part in two rounds first."
         ) from exc
     except PermissionError as exc:
-        raise DataFolderError(
-            f"The data folder {data_dir} belongs to another user: run the command as that user."
-        ) from exc
+        raise DataFolderError.of_another_user(data_dir) from exc
     except (OSError, ValidationError) as exc:
         raise DataFolderError(f"{path} cannot be read: the node writes it again after the next rounds.") from exc
     try:

@@ -614,9 +614,7 @@ def find_manifest(data_dir: Path) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as exc:
-        raise DataFolderError(
-            f"The data folder {data_dir} belongs to another user: run the command as that user."
-        ) from exc
+        raise DataFolderError.of_another_user(data_dir) from exc
     except (OSError, ManifestError) as exc:
         raise DataFolderError(f"{path} cannot be read: restore it, or join the run with a new data folder.") from exc
 

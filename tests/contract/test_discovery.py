@@ -144,8 +144,8 @@ def test_an_answer_of_another_program_does_not_make_libp2p_dial_a_dead_address(s
         host.do(daemon.stop())
 
 
-def test_hanging_name_lookups_do_not_block_other_threads(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    (host,) = swarm.hosts(1)
+def let_names_hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let look-ups of names in `.example` hang until the event is set, and then fail."""
     over, look_up = threading.Event(), socket.getaddrinfo
 
     def hang(name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +155,12 @@ def test_hanging_name_lookups_do_not_block_other_threads(swarm: Swarm, monkeypat
         return look_up(name, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
+    return over
+
+
+def test_hanging_name_lookups_do_not_block_other_threads(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    (host,) = swarm.hosts(1)
+    over = let_names_hang(monkeypatch)
     nobody = new_identity().peer_id
     names = [f"/dns4/hangs{n}.example/tcp/9/p2p/{nobody}" for n in range(MAX_DIALED)]
 
@@ -349,14 +355,6 @@ def test_the_dht_stores_only_signed_records_of_its_run(swarm: Swarm, tmp_path: P
 
 
 def test_strangers_do_not_use_up_the_name_lookups_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    over, look_up = threading.Event(), socket.getaddrinfo
-
-    def hang(name: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(name).endswith(".example"):
-            over.wait(60)
-            raise socket.gaierror("no such name")
-        return look_up(name, *args, **kwargs)
-
     def endpoint(name: str) -> Endpoint:
         found = parse_endpoint(f"/dns4/{name}/tcp/9")
         assert found is not None
@@ -373,7 +371,7 @@ def test_strangers_do_not_use_up_the_name_lookups_of_this_node(monkeypatch: pyte
             await resolve(endpoint("localhost"), 5.0),
         )
 
-    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    over = let_names_hang(monkeypatch)
     try:
         assert [set(found) for found in asyncio.run(look())] == [set(), {"127.0.0.1"}, {"127.0.0.1"}]
     finally:

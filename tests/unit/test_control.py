@@ -23,19 +23,24 @@ with warnings.catch_warnings():
 
     from node.swarm.transport.control import ControlClient
     from node.swarm.transport.dht import DAEMON_ERRORS, attach
-    from node.swarm.transport.p2pd import DaemonOptions, start_daemon
+    from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 
 
 def open_sockets() -> int:
     return len(psutil.Process().net_connections("unix"))
 
 
+async def start(folder: Path) -> tuple[Daemon, Any]:
+    """A p2pd, and hivemind's client of it."""
+    load_identity(folder / "identity.key")
+    daemon = await start_daemon(DaemonOptions(folder / "identity.key", ["/ip4/127.0.0.1/tcp/0"]))
+    return daemon, await attach(daemon)
+
+
 @pytest.mark.timeout(60)
 @in_loop
 async def test_failed_and_cancelled_requests_close_their_connection_to_p2pd(tmp_path: Path) -> None:
-    load_identity(tmp_path / "identity.key")
-    daemon = await start_daemon(DaemonOptions(tmp_path / "identity.key", ["/ip4/127.0.0.1/tcp/0"]))
-    p2p: Any = await attach(daemon)
+    daemon, p2p = await start(tmp_path)
     client = await ControlClient.open(daemon)
     stranger = new_identity().peer_id
     gc.collect()
@@ -64,9 +69,7 @@ async def test_failed_and_cancelled_requests_close_their_connection_to_p2pd(tmp_
 @pytest.mark.timeout(60)
 @in_loop
 async def test_an_answer_to_a_call_that_was_just_cancelled_does_not_make_the_node_deaf(tmp_path: Path) -> None:
-    load_identity(tmp_path / "identity.key")
-    daemon = await start_daemon(DaemonOptions(tmp_path / "identity.key", ["/ip4/127.0.0.1/tcp/0"]))
-    p2p: Any = await attach(daemon)
+    daemon, p2p = await start(tmp_path)
     control, stranger = p2p._client.control, PeerID.from_base58(new_identity().peer_id)
     try:
         # The caller has cancelled the call, and its task has not run since then.

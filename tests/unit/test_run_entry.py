@@ -18,19 +18,23 @@ with warnings.catch_warnings():
     from node.worker.session import check_chunks, rules_of
 
 
+def fetch(manifest: Manifest) -> None:
+    """Let a joiner fetch this manifest from the swarm."""
+    entry = cast(Any, object.__new__(RunEntry))
+    entry._invite = Invite(manifest.hash, ())
+    entry._waiter = SimpleNamespace(wait=lambda _: manifest.canonical())
+    entry._reporter = SimpleNamespace(enter=lambda *_: None)
+    entry._fetch_manifest(SimpleNamespace(view=SimpleNamespace(problem=""), start_call=lambda _: None))
+
+
 def test_joiner_refuses_a_manifest_with_a_wrong_number_of_parameters() -> None:
     """The number decides how much a joiner downloads, and the check of its memory goes by the model."""
     run = RunConfig()
     manifest = Manifest(run_id="0" * 32, initial_digest="0" * 64, parameters=sum(unit_elements(run.model)), run=run)
     hostile = manifest.model_copy(update={"parameters": 2**40})
     assert has_stated_size(manifest) and not has_stated_size(hostile)
-    entry = cast(Any, object.__new__(RunEntry))
-    entry._invite = Invite(hostile.hash, ())
-    entry._waiter = SimpleNamespace(wait=lambda _: hostile.canonical())
-    entry._reporter = SimpleNamespace(enter=lambda *_: None)
-    swarm = SimpleNamespace(view=SimpleNamespace(problem=""), start_call=lambda _: None)
     with pytest.raises(ManifestError, match="wrong number of parameters"):
-        entry._fetch_manifest(swarm)
+        fetch(hostile)
 
 
 def test_a_founder_refuses_a_run_whose_rounds_have_more_chunks_than_a_plan_can_name() -> None:
@@ -51,10 +55,5 @@ def test_joiner_refuses_a_run_that_is_larger_than_rounds_can_be() -> None:
     model = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 10_000}
     run = RunConfig.model_validate({"model": {**model, "num_attention_heads": 2**10, "num_key_value_heads": 2**10}})
     manifest = Manifest(run_id="0" * 32, initial_digest="0" * 64, parameters=sum(unit_elements(run.model)), run=run)
-    entry = cast(Any, object.__new__(RunEntry))
-    entry._invite = Invite(manifest.hash, ())
-    entry._waiter = SimpleNamespace(wait=lambda _: manifest.canonical())
-    entry._reporter = SimpleNamespace(enter=lambda *_: None)
-    swarm = SimpleNamespace(view=SimpleNamespace(problem=""), start_call=lambda _: None)
     with pytest.raises(ManifestError, match="join another run"):
-        entry._fetch_manifest(swarm)
+        fetch(manifest)

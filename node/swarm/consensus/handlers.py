@@ -127,7 +127,7 @@ class Handlers:
     def _take_claim(self, claims: Sequence[bytes], caller: str, join: Join, attempt: Attempt) -> None:
         """Keep the outcome that a member has accepted. Raises PeerError if it is not valid, or not that of the join.
 
-        There is at most one claim, the blob of the request.
+        Only the first claim counts: an honest member sends at most one.
 
         A check of a thousand signatures takes a tenth of a second, so a member gets MAX_REFUSED_CLAIMS of them.
         """
