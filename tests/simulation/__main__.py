@@ -26,6 +26,8 @@ class Totals:
     """Sums over all seeds."""
 
     seeds: int = 0
+    next_seed: int = 0
+    """The seed after the last one. Seeds with too few nodes are skipped, so it is not the first one plus `seeds`."""
     nodes: Counter[int] = field(default_factory=Counter)
     """How many seeds have this number of nodes."""
     events: int = 0
@@ -39,6 +41,7 @@ class Totals:
 
     def add(self, report: Report) -> None:
         self.seeds += 1
+        self.next_seed = report.seed + 1
         self.nodes[report.nodes] += 1
         self.events += report.events
         self.messages += report.messages
@@ -88,7 +91,8 @@ def show(totals: Totals, took_s: float) -> None:
         f"{totals.virtual_s / 3600:.1f} virtual hours, {totals.rounds} rounds, {totals.forks} allowed forks"
     )
     print(f"{totals.faults.total()} faults ({kinds}), {totals.faults.total() / cpu_hours:.0f} an hour of CPU")
-    print(f"{took_s:.1f} s, {totals.cpu_s:.1f} s of CPU; {len(totals.failed)} failed", flush=True)
+    print(f"{took_s:.1f} s, {totals.cpu_s:.1f} s of CPU; {len(totals.failed)} failed; next seed {totals.next_seed}")
+    sys.stdout.flush()
 
 
 def replay(seed: int) -> int:
