@@ -13,7 +13,6 @@ import secrets
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,20 +40,17 @@ from node.swarm.consensus.leader_election import leader_order
 from node.swarm.consensus.participant import Participant
 from node.swarm.faults import Faults, PlannedFault, Role, StageName
 from node.swarm.identity import load_identity
+from node.swarm.membership.directory import ListingValidator
+from node.swarm.membership.discovery import SignedRecordValidator
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.membership.timings import MemberTimings
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.suspend_clock import SuspendClock
+from node.swarm.transport.libp2p import Libp2pWire, open_wire
+from node.swarm.transport.p2pd import DaemonOptions
 from node.swarm.transport.wire import CallLimiter, NoRoutes, Traffic, Wire
 from tests.in_process import InProcessNetwork, InProcessWire
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.membership.directory import ListingValidator
-    from node.swarm.membership.discovery import SignedRecordValidator
-    from node.swarm.transport.libp2p import Libp2pWire, open_wire
-    from node.swarm.transport.p2pd import DaemonOptions
 
 T = TypeVar("T")
 Transport = Literal["local", "p2p"]

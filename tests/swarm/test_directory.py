@@ -5,27 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+from hivemind.utils.serializer import MSGPackSerializer
 
 from node.config.manifest import parse_invite
 from node.host.disk_quota import LEAST_BYTES
 from node.swarm.identity import new_identity
+from node.swarm.membership.directory import DIRECTORY_KEY, open_reader
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, command, tiny, wait_for
 from tests.unit.listings import BAD_KINDS, Entry, good_entry
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from hivemind.dht.routing import DHTID
-    from hivemind.p2p import PeerID
-    from hivemind.utils.serializer import MSGPackSerializer
-
-    from node.swarm.membership.directory import DIRECTORY_KEY, open_reader
 
 ANY_S = 60.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +10,11 @@ import torch
 from node.config.manifest import Manifest, RunConfig
 from node.diloco.digest import digest_of, leaf_hashes
 from node.diloco.outer import OuterState, genesis
+from node.swarm.chain.chain import make_tip
 from node.training.checkpoint import CheckpointStore
 from node.training.model import build_model, flatten
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.chain.chain import make_tip
-    from node.worker.checkpointing import initial_checkpoint
-    from node.worker.session import rules_of
+from node.worker.checkpointing import initial_checkpoint
+from node.worker.session import rules_of
 
 TOKEN = "t" * 43
 

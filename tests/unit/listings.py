@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
 from node.config.manifest import Manifest, RunConfig
 from node.swarm.identity import Identity, new_identity
+from node.swarm.membership.directory import LISTING_LIFE_S, MAX_LISTING_BYTES, Listing, sign_listing
 from node.training.model import unit_elements
 from tests.swarm.harness import tiny
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.membership.directory import LISTING_LIFE_S, MAX_LISTING_BYTES, Listing, sign_listing
 
 Entry = tuple[str, bytes, float]
 """The signer, the value and the expiry of an entry of the directory."""

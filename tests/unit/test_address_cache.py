@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.membership.discovery import MAX_CACHED, MAX_GONE, PER_PEER, merge_addresses
+from node.swarm.membership.discovery import MAX_CACHED, MAX_GONE, PER_PEER, merge_addresses
 
 
 def address(peer: str, port: int = 1) -> str:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-import warnings
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.transport.libp2p import addresses_of, peer_of
 from node.host.printable import printable
 from node.swarm.identity import new_identity
+from node.swarm.transport.libp2p import addresses_of, peer_of
 
 PEER, RELAY = new_identity().peer_id, new_identity().peer_id
 RIGHT = [

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.config.amendments import Amendment
-    from node.config.manifest import Manifest, ModelConfig, RunConfig
-    from node.swarm.governance.charter import sign_amendment
-    from node.swarm.identity import new_identity
-    from node.training.checkpoint import Checkpoint
-    from node.training.model import unit_elements
-    from node.worker.encoder import RESIDUAL
-    from node.worker.inner_trainer import needs_inputs
-    from node.worker.session import rules_of
-    from node.worker.trainer import _fitting, _inputs_of
+from node.config.amendments import Amendment
+from node.config.manifest import Manifest, ModelConfig, RunConfig
+from node.swarm.governance.charter import sign_amendment
+from node.swarm.identity import new_identity
+from node.training.checkpoint import Checkpoint
+from node.training.model import unit_elements
+from node.worker.encoder import RESIDUAL
+from node.worker.inner_trainer import needs_inputs
+from node.worker.session import rules_of
+from node.worker.trainer import _fitting, _inputs_of
 
 FOUNDER = new_identity()
 RUN = RunConfig(

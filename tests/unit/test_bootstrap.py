@@ -8,7 +8,6 @@ import logging
 import socket
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -22,19 +21,16 @@ import torch
 from node.config.schema import Config
 from node.errors import MachineError, RestartError
 from node.status import Phase, RunInfo
+from node.swarm.member import MemberSnapshot
+from node.swarm.state_sync.catch_up import ResyncCause
+from node.training.device import ComputeDevice
 from node.training.hub import NO_ANSWER
+from node.worker import bootstrap, orders
+from node.worker.bootstrap import Worker, lost_gpu
+from node.worker.reporter import Reporter
+from node.worker.session import Session, StartingPoint
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker_protocol import Start, Stop
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.member import MemberSnapshot
-    from node.swarm.state_sync.catch_up import ResyncCause
-    from node.training.device import ComputeDevice
-    from node.worker import bootstrap, orders
-    from node.worker.bootstrap import Worker, lost_gpu
-    from node.worker.reporter import Reporter
-    from node.worker.session import Session, StartingPoint
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,10 +15,7 @@ from node.errors import MachineError
 from node.swarm.chain.chain import OuterRule, make_tip
 from node.swarm.faults import Faults
 from node.training.checkpoint import Checkpoint, CheckpointStore
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.worker.checkpointing import SETTLE_S, Checkpointer, CheckpointSchedule, CheckpointSource
+from node.worker.checkpointing import SETTLE_S, Checkpointer, CheckpointSchedule, CheckpointSource
 
 P = 100
 TIP = make_tip(genesis(torch.ones(P)), "ab" * 32, None, OuterRule(0.7, OuterOptimizer(), 10), {}, 0.0)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.membership.discovery import GIVEN_UP_S, Discovery
+from node.swarm.membership.discovery import GIVEN_UP_S, Discovery
 
 RELAYS = [f"relay{number}" for number in range(10)]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.member import claimed_round
+from node.swarm.member import claimed_round
 
 
 @pytest.mark.parametrize(

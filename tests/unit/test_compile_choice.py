@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import sysconfig
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +24,9 @@ from node.training.fit import choose_execution, pass_bytes
 from node.training.inner import Execution, InnerLoop
 from node.training.model import build_model
 from node.training.replica import Replica
+from node.worker import rank_processes
 from tests.limited_device import LimitedDevice
 from tests.swarm.harness import tiny
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.worker import rank_processes
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import warnings
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psutil
 import pytest
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.proto import p2pd_pb2
 
 from node.swarm.identity import load_identity, new_identity
+from node.swarm.transport.control import ControlClient
+from node.swarm.transport.dht import DAEMON_ERRORS, attach
+from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 from tests.event_loop import in_loop
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from hivemind.p2p import PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-    from hivemind.proto import p2pd_pb2
-
-    from node.swarm.transport.control import ControlClient
-    from node.swarm.transport.dht import DAEMON_ERRORS, attach
-    from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 
 
 def open_sockets() -> int:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from node.status import Channel, Outcome, SavedCounters
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.member import MemberSnapshot
-    from node.worker.counters import WorkCounters
+from node.swarm.member import MemberSnapshot
+from node.worker.counters import WorkCounters
 
 
 class Clock:

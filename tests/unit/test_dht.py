@@ -5,26 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import P2P
+from hivemind.proto import dht_pb2
+from hivemind.utils.serializer import MSGPackSerializer
+from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
+from node.swarm.transport import dht
 from tests.event_loop import in_loop
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DictionaryDHTValue
-    from hivemind.p2p import P2P
-    from hivemind.proto import dht_pb2
-    from hivemind.utils.serializer import MSGPackSerializer
-    from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
-
-    from node.swarm.transport import dht
 
 NESTED = """
 import msgpack, warnings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import time
-import warnings
 import zlib
 from collections.abc import Callable
 from itertools import count
@@ -15,40 +14,36 @@ from typing import Any
 import msgpack
 import pytest
 import torch
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
 from rich.console import Console
 
 from node.cli import main
+from node.commands import runs as runs_command
 from node.config.manifest import ANY_RUN, PROTOCOL_VERSION, Manifest, parse_invite, read_manifest
 from node.config.schema import Config
 from node.swarm.identity import Identity, new_identity
+from node.swarm.membership import directory
+from node.swarm.membership.directory import (
+    CLOCK_SLACK_S,
+    DIRECTORY_KEY,
+    LISTING_LIFE_S,
+    LISTING_PURPOSE,
+    MAX_INVITED,
+    MAX_LISTED_ADDRESSES,
+    MAX_LISTING_BYTES,
+    MAX_TEXT_BYTES,
+    DirectoryReader,
+    Listing,
+    ListingValidator,
+    is_listable,
+    merge_listings,
+    read_listing,
+    sign_listing,
+)
 from node.training.device import ComputeDevice
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.validation import DHTRecord
-
-    from node.commands import runs as runs_command
-    from node.swarm.membership import directory
-    from node.swarm.membership.directory import (
-        CLOCK_SLACK_S,
-        DIRECTORY_KEY,
-        LISTING_LIFE_S,
-        LISTING_PURPOSE,
-        MAX_INVITED,
-        MAX_LISTED_ADDRESSES,
-        MAX_LISTING_BYTES,
-        MAX_TEXT_BYTES,
-        DirectoryReader,
-        Listing,
-        ListingValidator,
-        is_listable,
-        merge_listings,
-        read_listing,
-        sign_listing,
-    )
-    from node.worker.run_choice import JudgedRun, judge
-    from tests.unit.listings import ADDRESS, listing_of, manifest_of
+from node.worker.run_choice import JudgedRun, judge
+from tests.unit.listings import ADDRESS, listing_of, manifest_of
 
 NOW = 1_000_000.0
 SOON = int(NOW + LISTING_LIFE_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import shutil
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from node.config.schema import Config, DevicesConfig, NodeConfig
 from node.diloco.codec import make_codec
 from node.diloco.outer import OuterOptimizer, genesis, outer_step, pseudo_gradient
 from node.errors import MachineError
+from node.swarm.allreduce.reducer import chunk_layouts
 from node.training import fit
 from node.training.algorithm import feedback_of
 from node.training.device import ComputeDevice
@@ -35,12 +35,8 @@ from node.training.fit import (
 from node.training.inner import Execution
 from node.training.model import NextTokenLoss, autocast, build_model, prepare_layers, unit_elements
 from node.training.replica import Replica
+from node.worker.encoder import Encoder
 from tests.swarm.harness import tiny
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.allreduce.reducer import chunk_layouts
-    from node.worker.encoder import Encoder
 
 CPU = torch.device("cpu")
 CPU_DEVICE = ComputeDevice(CPU, "fp32", "a CPU")

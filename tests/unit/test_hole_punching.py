@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from typing import Any
 
 import pytest
 
 from node.errors import PeerError
 from node.status import Channel, Phase
+from node.swarm.connectivity.hole_punching import (
+    MAX_PAUSE_S,
+    PAUSE_S,
+    SPACING_S,
+    HolePunching,
+    observer_endpoint,
+    read_observed,
+)
 from node.swarm.identity import Identity, new_identity
 from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
 from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service
 from tests.event_loop import in_loop
 from tests.in_process import InProcessNetwork, InProcessWire
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's own warnings
-    from node.swarm.connectivity.hole_punching import (
-        MAX_PAUSE_S,
-        PAUSE_S,
-        SPACING_S,
-        HolePunching,
-        observer_endpoint,
-        read_observed,
-    )
 
 RUN = "a" * 64
 OUTER = {"one": ("8.8.4.4", 40001), "other": ("9.9.9.9", 40002)}

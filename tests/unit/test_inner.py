@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,19 +17,16 @@ from node.config.manifest import InnerConfig, ModelConfig, RunConfig
 from node.config.schema import DevicesConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.errors import MachineError, TrainingError
+from node.swarm.chain.chain import OuterRule, make_tip
 from node.training.inner import FIRST_SCALE, MOST_SKIPPED, Execution, InnerLoop, evaluate
 from node.training.model import LossKind, build_model, flatten, load_flat_, next_token_loss, prepare_layers
 from node.training.optimizers import is_for_muon
 from node.training.replica import Replica
 from node.training.tokenizer import ByteTokenizer
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.chain.chain import OuterRule, make_tip
-    from node.worker.counters import WorkCounters
-    from node.worker.evaluation import Evaluation
-    from node.worker.inner_trainer import InnerTrainer
-    from node.worker.supervisor_link import StopAsked
+from node.worker.counters import WorkCounters
+from node.worker.evaluation import Evaluation
+from node.worker.inner_trainer import InnerTrainer
+from node.worker.supervisor_link import StopAsked
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2)

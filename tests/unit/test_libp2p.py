@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +9,8 @@ import pytest
 
 from node.errors import PeerError
 from node.swarm.identity import new_identity
+from node.swarm.transport import libp2p
 from tests.event_loop import in_loop
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.transport import libp2p
-
 
 PEERS = [new_identity().peer_id for _ in range(12)]
 

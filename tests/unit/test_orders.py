@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.worker import orders
+from node.worker import orders
 
 
 class LateResult(Future[int]):

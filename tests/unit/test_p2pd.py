@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,9 @@ import pytest
 
 from node.errors import MachineError
 from node.swarm.identity import load_identity
+from node.swarm.member import _announced
+from node.swarm.transport.p2pd import DaemonOptions, parse_listen_error, start_daemon
 from tests.free_ports import free_port
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's own warnings
-    from node.swarm.member import _announced
-    from node.swarm.transport.p2pd import DaemonOptions, parse_listen_error, start_daemon
 
 LIMIT_S = 60.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import socket
-import warnings
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -13,11 +12,8 @@ import pytest
 from node.errors import MachineError
 from node.host.ports import PORTS_TRIED, PortFile, PortHold, candidates, choose, listen_error, reserve
 from node.multiaddress import Multiaddress, parse
+from node.swarm.transport.p2pd import parse_listen_error
 from tests import free_ports
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's own warnings
-    from node.swarm.transport.p2pd import parse_listen_error
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,24 +35,21 @@ from node.publication.stores import (
 )
 from node.publication.waiting_rounds import MOST_WAITING, WaitingRounds
 from node.status import PublicationInfo
+from node.swarm.chain.chain import Tip
+from node.swarm.governance.charter import Charter
+from node.swarm.identity import Identity, new_identity
+from node.swarm.member import MemberSnapshot
+from node.swarm.messages import Document, Join, Plan, Proof, RoundOutcome, accept, sign
 from node.training.checkpoint import CheckpointStore, read_outer
+from node.worker.continued_run import continued_run
+from node.worker.duty_process import DutyProcess
+from node.worker.publisher import FOLDER, PublisherStart, make_publisher, publish_command, read_token
+from node.worker.publishing import MOST_RANK, Publishing, rank_of
 from node.worker_protocol import FoundFrom
 from tests.publish_hub import PublishHub, Repository
 from tests.unit.data_folder import make_data_folder
 from tests.unit.test_amendments import FOUNDER, accepted, amendment
 from tests.unit.test_export import make_trained, run_of
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.chain.chain import Tip
-    from node.swarm.governance.charter import Charter
-    from node.swarm.identity import Identity, new_identity
-    from node.swarm.member import MemberSnapshot
-    from node.swarm.messages import Document, Join, Plan, Proof, RoundOutcome, accept, sign
-    from node.worker.continued_run import continued_run
-    from node.worker.duty_process import DutyProcess
-    from node.worker.publisher import FOLDER, PublisherStart, make_publisher, publish_command, read_token
-    from node.worker.publishing import MOST_RANK, Publishing, rank_of
 
 TOKEN = "hf_secret_of_this_test"
 PEER = "12D3KooWexampleexample"

@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
 
+import node.worker.publishing  # noqa: F401 - hivemind warns when it is imported
 from tests.benchmarks.publishing import KINDS, judge_place, place, play, templates
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import node.worker.publishing  # noqa: F401 - hivemind warns when it is imported
 
 
 @pytest.mark.timeout(300)

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,9 @@ import torch
 from node.config.manifest import RunConfig
 from node.config.schema import DevicesConfig
 from node.errors import ConfigError, MachineError, NodeError
+from node.worker.rank_processes import MicroBatchLimit, check_ranks
 from tests.swarm.harness import ROOT, tiny
 from tests.unit.rank_run import Done, run_ranks
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.worker.rank_processes import MicroBatchLimit, check_ranks
 
 pytestmark = pytest.mark.timeout(400)
 """The first test waits until the fork server has imported torch. A test makes up to three runs."""

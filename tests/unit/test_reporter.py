@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +12,9 @@ from node.status import Phase
 from node.swarm.governance.amendment_pool import DroppedAmendment
 from node.swarm.governance.charter import sign_amendment
 from node.swarm.identity import new_identity
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.member import MemberSnapshot
-    from node.worker import reporter as reporter_module
-    from node.worker.reporter import Reporter
+from node.swarm.member import MemberSnapshot
+from node.worker import reporter as reporter_module
+from node.worker.reporter import Reporter
 
 
 class Link:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,16 +9,13 @@ import pytest
 
 from node.config.manifest import RunConfig, SyncConfig
 from node.status import Member, Outcome, RoundRecord, Seconds
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.worker.round_diagnostics import (
-        NOTICE_ROUNDS,
-        ExclusionNotice,
-        Needs,
-        expected_utilization,
-        explain_exclusion,
-    )
+from node.worker.round_diagnostics import (
+    NOTICE_ROUNDS,
+    ExclusionNotice,
+    Needs,
+    expected_utilization,
+    explain_exclusion,
+)
 
 SLOW_UPLINK = Needs(round_s=22.0, up_s=14.0, down_s=14.0, step_s=3.0)
 

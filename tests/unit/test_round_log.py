@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.config.manifest import SyncConfig
-    from node.swarm.member import MemberSnapshot
-    from node.worker.round_diagnostics import NOTICE_ROUNDS, ExclusionNotice
-    from node.worker.round_log import RoundLog, split_by_stage
+from node.config.manifest import SyncConfig
+from node.swarm.member import MemberSnapshot
+from node.worker.round_diagnostics import NOTICE_ROUNDS, ExclusionNotice
+from node.worker.round_log import RoundLog, split_by_stage
 
 STAGES = {"rendezvous": 1.0, "reduce": 60.0, "commit": 2.0, "apply": 0.5}
 

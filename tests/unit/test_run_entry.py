@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,12 +9,9 @@ import pytest
 
 from node.config.manifest import Invite, Manifest, RunConfig
 from node.errors import ConfigError, ManifestError
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.training.model import has_stated_size, unit_elements
-    from node.worker.run_entry import RunEntry
-    from node.worker.session import check_chunks, rules_of
+from node.training.model import has_stated_size, unit_elements
+from node.worker.run_entry import RunEntry
+from node.worker.session import check_chunks, rules_of
 
 
 def fetch(manifest: Manifest) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +17,16 @@ from torch import Tensor
 from node.config.manifest import InnerConfig, ModelConfig, RunConfig, SampleConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.status import Sample
+from node.swarm.chain.chain import OuterRule, Tip, make_tip
 from node.training.inner import Execution
 from node.training.model import build_model, flatten
 from node.training.replica import Replica
 from node.training.sampling import sample_tokens
 from node.training.tokenizer import END, ByteTokenizer
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.chain.chain import OuterRule, Tip, make_tip
-    from node.worker.counters import WorkCounters
-    from node.worker.inner_trainer import InnerTrainer
-    from node.worker.sampler import MOST_ROUND_SHARE, MOST_ROUNDS, MOST_SHARE, SAMPLES_FILE, TextSampler, thinned
-    from node.worker.supervisor_link import StopAsked
+from node.worker.counters import WorkCounters
+from node.worker.inner_trainer import InnerTrainer
+from node.worker.sampler import MOST_ROUND_SHARE, MOST_ROUNDS, MOST_SHARE, SAMPLES_FILE, TextSampler, thinned
+from node.worker.supervisor_link import StopAsked
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,16 +18,13 @@ from node.errors import MachineError, UsageError
 from node.publication.tasks import evaluate_folder, scores_of
 from node.publication.waiting_rounds import WaitingRounds
 from node.status import MOST_SCORE, MOST_SCORES, PeerRow, Report, TaskScores, TrainingInfo
+from node.swarm.member import MemberSnapshot
 from node.training.checkpoint import CheckpointStore
+from node.worker.duty_process import DutyProcess
+from node.worker.evaluator import FOLDER, EvaluatorEvent, choose_scores, evaluate_waiting
+from node.worker.task_evaluation import MOST_TASKS, SCORES_FILE, TaskEvaluation, TaskMedians, draw
+from node.worker_protocol import StatusReport, decode_worker_message, encode
 from tests.unit.test_export import make_trained, run_of
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.member import MemberSnapshot
-    from node.worker.duty_process import DutyProcess
-    from node.worker.evaluator import FOLDER, EvaluatorEvent, choose_scores, evaluate_waiting
-    from node.worker.task_evaluation import MOST_TASKS, SCORES_FILE, TaskEvaluation, TaskMedians, draw
-    from node.worker_protocol import StatusReport, decode_worker_message, encode
 
 needs_lm_eval = pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("accelerate") is None,

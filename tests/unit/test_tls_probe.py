@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import ssl
-import warnings
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from node.errors import PeerError
 from node.swarm.identity import Identity, load_identity, new_identity
+from node.swarm.transport.p2pd import DaemonOptions, start_daemon
 from node.swarm.transport.tls_probe import EXTENSION, SIGNED_PREFIX, peer_at, peer_id_of, read_signed_key
 from tests.event_loop import in_loop
 from tests.free_ports import free_port
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.transport.p2pd import DaemonOptions, start_daemon
 
 WAIT_S = 20.0
 DAY = dt.timedelta(days=1)
