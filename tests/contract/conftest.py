@@ -19,6 +19,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # hivemind drops its connections to p2pd without closing them.
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
             item.add_marker(pytest.mark.timeout(60))
+            only = item.get_closest_marker("only_over")
+            parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+            if only is not None and parameters.get("host_pool") not in (None, only.args[0]):
+                item.add_marker(pytest.mark.skip(reason=only.args[1]))
 
 
 @pytest.fixture(scope="session", params=["local", "p2p"])

@@ -321,10 +321,9 @@ def test_request_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:
     assert ask(caller, server.peer_id, "echo").header
 
 
+@pytest.mark.only_over("p2p", "the local transport has no streams")
 def test_call_counts_against_the_limit_of_its_caller_as_soon_as_its_header_arrives(swarm: Swarm) -> None:
     """A caller that sends its bodies slowly must not fill the memory of the server."""
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no streams")
     caller, server = pair(swarm)
     (other,) = swarm.hosts(1)
     other.learn(server.peer_id, server.addresses())
@@ -347,9 +346,8 @@ def test_call_counts_against_the_limit_of_its_caller_as_soon_as_its_header_arriv
     assert ask(caller, server.peer_id, "bulk").header["caller"] == caller.peer_id
 
 
+@pytest.mark.only_over("p2p", "the local transport has no streams")
 def test_number_of_open_streams_per_caller_is_limited(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no streams")
     from node.swarm.transport import libp2p as p2p
 
     monkeypatch.setattr(p2p, "STREAMS_PER_CALLER", 3)
@@ -371,9 +369,8 @@ def test_number_of_open_streams_per_caller_is_limited(swarm: Swarm, monkeypatch:
     assert_answers(caller, server)
 
 
+@pytest.mark.only_over("p2p", "the local transport has no connections")
 def test_half_open_connection_is_replaced_after_two_timeouts(swarm: Swarm) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no connections")
     caller, server = pair(swarm)
     caller.restart_wire()  # The new wire has no other address of the server.
     wire: Any = caller.wire

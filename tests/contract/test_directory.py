@@ -26,16 +26,12 @@ from node.swarm.membership.directory import (
     sign_listing,
 )
 from node.swarm.transport.wire import Message, Service
-from tests.contract.harness import Host, HostPool, Swarm, wait_until
+from tests.contract.harness import Host, Swarm, wait_until
 from tests.unit.listings import BAD_KINDS, good_entry, listing_of, soon
 
+pytestmark = pytest.mark.only_over("p2p", "the local transport has no DHT")
+
 GOOD, BAD = 30, 20
-
-
-@pytest.fixture(autouse=True)
-def _over_libp2p(host_pool: HostPool) -> None:
-    if host_pool.transport == "local":
-        pytest.skip("the local transport has no DHT")
 
 
 def storage_of(host: Host) -> Any:

@@ -27,17 +27,13 @@ from node.swarm.transport.dialing import MAX_LOOKUPS, resolve
 from node.swarm.transport.libp2p import CONNECT_TIMEOUT_S
 from node.swarm.transport.p2pd import DaemonOptions, start_daemon
 from node.swarm.transport.wire import Message
-from tests.contract.harness import DHT_RUN, Host, HostPool, Swarm, TcpForwarder
+from tests.contract.harness import DHT_RUN, Host, Swarm, TcpForwarder
 from tests.free_ports import free_port
+
+pytestmark = pytest.mark.only_over("p2p", "the local transport has no addresses")
 
 RUN = DHT_RUN
 Changes = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def _over_libp2p(host_pool: HostPool) -> None:
-    if host_pool.transport == "local":
-        pytest.skip("the local transport has no addresses")
 
 
 def record(host: Host, **fields: object) -> PeerRecord:

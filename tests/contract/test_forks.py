@@ -16,14 +16,10 @@ from tests.contract.harness import Node, Swarm, offer_all, round_of, start_tip, 
 from tests.contract.test_malformed_replies import reply_with
 from tests.contract.test_state import Memory, new_download, restart_at, serve
 
+pytestmark = pytest.mark.only_over("local", "only the local transport can cut a path; tests/swarm cuts real ones")
+
 PARAMETERS = 20_000
 Sides = tuple[list[Node], list[Node]]
-
-
-@pytest.fixture(autouse=True)
-def _over_the_local_transport(swarm: Swarm) -> None:
-    if swarm.transport == "p2p":
-        pytest.skip("only the local transport can cut a path; tests/swarm cuts real ones")
 
 
 def cut(swarm: Swarm, one: Sequence[Node], other: Sequence[Node], *, is_cut: bool = True) -> None:

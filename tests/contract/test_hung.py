@@ -10,6 +10,8 @@ from node.swarm.faults import parse_faults
 from node.swarm.membership.timings import MemberTimings
 from tests.contract.harness import Node, Swarm, Trap, assert_same, offer_all, round_of, wait_until
 
+pytestmark = pytest.mark.only_over("p2p", "the fault matrix covers the local transport")
+
 PARAMETERS = 50_000
 HANG_S = MemberTimings().dead_s + 6.0
 SOON_S = MemberTimings().dead_s + 8.0
@@ -20,12 +22,6 @@ def hang(node: Node, stage: str, round_: int) -> Trap:
     trap = Trap(parse_faults(f"{stage}@{round_}=hang:{HANG_S}").plan)
     node.participant.ctx.hooks._faults = trap
     return trap
-
-
-@pytest.fixture(autouse=True)
-def only_over_p2p(swarm: Swarm) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the fault matrix covers the local transport")
 
 
 @pytest.mark.parametrize(("stage", "who", "count"), [("average", "leader", 3), ("commit", "member", 4)])

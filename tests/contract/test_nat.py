@@ -109,9 +109,8 @@ def reachability(host: Host, port: int) -> Reachability:
     return host.do(make())
 
 
+@pytest.mark.only_over("p2p", "the local transport has no ports")
 def test_peer_probes_the_address_at_which_it_sees_the_caller(swarm: Swarm) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no ports")
     asker, asked = swarm.introduced_hosts(2)
     port = listen_ports(asker.addresses())[4]
     mine, _ = reachability(asker, port), reachability(asked, 1)
@@ -124,9 +123,8 @@ def test_peer_probes_the_address_at_which_it_sees_the_caller(swarm: Swarm) -> No
     assert caught.value.code == "too_soon"
 
 
+@pytest.mark.only_over("p2p", "the local transport has no ports")
 def test_another_node_at_the_probed_address_does_not_make_the_caller_reachable(swarm: Swarm) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no ports")
     asker, asked, neighbour = swarm.introduced_hosts(3)
     mine, _ = reachability(asker, listen_ports(neighbour.addresses())[4]), reachability(asked, 1)
     asker.do(mine.ask([asked.peer_id]))
@@ -134,9 +132,8 @@ def test_another_node_at_the_probed_address_does_not_make_the_caller_reachable(s
     assert "another node answers" in mine.reason
 
 
+@pytest.mark.only_over("p2p", "the local transport has no ports")
 def test_probed_port_that_is_closed_is_reported_with_a_remedy(swarm: Swarm) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no ports")
     asker, asked = swarm.introduced_hosts(2)
     mine, _ = reachability(asker, 1), reachability(asked, 1)
     asker.do(mine.ask([asked.peer_id]))

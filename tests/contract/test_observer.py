@@ -42,9 +42,8 @@ def connect(host: Host, peer_id: str, port: int) -> None:
     host.do(host.wire.connect_quic(peer_id, "127.0.0.1", port))
 
 
+@pytest.mark.only_over("p2p", "the local transport has no ports")
 def test_members_connected_to_the_observer_learn_each_others_observed_address(swarm: Swarm, tmp_path: Path) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no ports")
     one, other, stranger, relay = swarm.introduced_hosts(4)
     port = free_port()
     observer = observer_of(relay, [one, other], tmp_path, port)
@@ -65,11 +64,10 @@ def test_members_connected_to_the_observer_learn_each_others_observed_address(sw
         relay.do(observer.close())
 
 
+@pytest.mark.only_over("p2p", "the local transport has no ports")
 def test_idle_address_observer_stops_and_restarts_with_the_same_peer_id(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no ports")
     one, relay = swarm.introduced_hosts(2)
     observer = observer_of(relay, [one], tmp_path, free_port())
     monkeypatch.setattr("node.swarm.connectivity.address_observer.LOOK_S", 0.05)
@@ -84,9 +82,8 @@ def test_idle_address_observer_stops_and_restarts_with_the_same_peer_id(
         relay.do(observer.close())
 
 
+@pytest.mark.only_over("p2p", "the local transport has no ports")
 def test_node_that_is_no_relay_does_not_observe_addresses(swarm: Swarm, tmp_path: Path) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no ports")
     one, relay = swarm.introduced_hosts(2)
     observer_of(relay, [one], tmp_path, free_port(), relays=False)
     with pytest.raises(PeerError, match="no relay"):

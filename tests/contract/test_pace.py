@@ -22,9 +22,8 @@ async def _echo(caller: str, message: Message) -> Message:
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.only_over("p2p", "the local transport has no links")
 def test_rate_limit_slows_bulk_calls_but_not_small_ones(swarm: Swarm, direction: str) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no links")
     sender, receiver = swarm.hosts(2)
     assert isinstance(sender.wire, Libp2pWire) and isinstance(receiver.wire, Libp2pWire)
     receiver.wire.serve({"bulk": Service(_echo, Channel.REDUCE, max_request_bytes=2 * BULK)})

@@ -119,9 +119,8 @@ def test_relayed_call_to_a_hanging_peer_times_out(swarm: Swarm) -> None:
     assert calls == [pair.caller.peer_id], "it is not repeated over the other relay"
 
 
+@pytest.mark.only_over("p2p", "peers in one process are not dialed")
 def test_peer_that_could_not_be_dialed_is_dialed_again_if_no_relay_leads_to_it(swarm: Swarm) -> None:
-    if swarm.transport == "local":
-        pytest.skip("peers in one process are not dialed")
     caller, server, relay = swarm.introduced_hosts(3)
     caller.wire.routes = relay.wire.routes = StaticRoutes([relay.peer_id])
     server.wire.serve({"echo": Service(echo, Channel.REDUCE, LIMIT_BYTES)})
@@ -155,9 +154,8 @@ def test_relay_that_is_not_connected_to_the_peer_is_skipped(swarm: Swarm) -> Non
     assert refusal(pair.caller, pair.target_id, "echo") == "unreachable"
 
 
+@pytest.mark.only_over("p2p", "the local transport has no circuits")
 def test_node_can_check_whether_a_relay_carries_calls_to_it(swarm: Swarm) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no circuits")
     pair = RelayedPair(swarm)
     wire, relay = pair.server.wire, pair.relays[0].peer_id
     assert isinstance(wire, Libp2pWire)
@@ -179,9 +177,8 @@ def test_one_unconnected_relay_does_not_prove_that_the_peer_is_unreachable(swarm
     assert refusal(pair.caller, pair.target_id, "echo") == "no_relay"
 
 
+@pytest.mark.only_over("p2p", "the local transport has no addresses")
 def test_restarted_relay_is_dialed_at_its_new_address(swarm: Swarm) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no addresses")
     pair = RelayedPair(swarm)
     (relay,) = pair.relays
     assert_answers(pair.caller, pair.server)
@@ -233,9 +230,8 @@ def test_call_moves_to_another_relay_when_its_relay_ends(swarm: Swarm) -> None:
     assert_answers(pair.caller, pair.server)
 
 
+@pytest.mark.only_over("p2p", "the local transport has no circuits")
 def test_call_moves_to_another_relay_when_its_relay_counts_as_dead(swarm: Swarm) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no circuits")
     pair = RelayedPair(swarm, relays=2)
     wire = pair.relays[0].wire
     assert isinstance(wire, Libp2pWire)
@@ -269,9 +265,8 @@ def test_connection_from_the_peer_is_preferred_to_a_relay(swarm: Swarm) -> None:
     assert pair.relayed_bytes() == before
 
 
+@pytest.mark.only_over("p2p", "the local transport has no addresses")
 def test_peer_that_cannot_be_dialed_is_called_over_its_relay(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no addresses")
     pair = RelayedPair(swarm)
     wire = pair.caller.wire
     assert isinstance(wire, Libp2pWire)
@@ -299,9 +294,8 @@ BULK_BYTES = 2_000_000
 
 
 @pytest.mark.parametrize("which", ["up", "down", "relay"])
+@pytest.mark.only_over("p2p", "the local transport has no links")
 def test_relayed_bytes_keep_to_the_rate_limits_of_the_relay(swarm: Swarm, which: str) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no links")
     pair = RelayedPair(swarm)
     relay = pair.relays[0]
     assert isinstance(relay.wire, Libp2pWire)
@@ -337,9 +331,8 @@ def test_relayed_bytes_keep_to_the_rate_limits_of_the_relay(swarm: Swarm, which:
     assert pair.caller.do(bulk()) < 1.5, "without the limit it is quick"
 
 
+@pytest.mark.only_over("p2p", "the local transport has no circuits")
 def test_number_of_circuits_per_caller_over_a_relay_is_limited(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    if swarm.transport == "local":
-        pytest.skip("the local transport has no circuits")
     monkeypatch.setattr("node.swarm.transport.relay.PER_CALLER", 3)
     monkeypatch.setattr(p2p, "CIRCUIT_S", 10.0)
     go_on = threading.Event()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from node.swarm.governance.amendment_pool import AmendmentPool
 from node.swarm.governance.charter import AmendmentRefused, sign_amendment
 from tests.simulation.keys import simulated_identity
 from tests.simulation.node import SimulatedNode
-from tests.simulation.run import World, quiet, simulate
+from tests.simulation.run import World, simulate
 from tests.simulation.scenario import QUIET_S, Scenario, draw
 
 SEEDS = range(40)
@@ -26,13 +24,6 @@ MOST_RESUME_S = 200.0
 """Without faults, a steered run makes some rounds within this time, even if it must be resumed first."""
 # A world may end between the creation of a call and its first step.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .*SimulatedWire.call.* was never awaited:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    quiet()
-    yield
-    logging.disable(logging.NOTSET)
 
 
 class Founder:

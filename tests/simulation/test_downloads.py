@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -22,18 +21,11 @@ from node.swarm.transport.wire import Message, Service
 from tests.simulation.adversary import Adversary
 from tests.simulation.keys import simulated_identity
 from tests.simulation.node import SimulatedNode
-from tests.simulation.run import World, quiet
+from tests.simulation.run import World
 from tests.simulation.staged import are_on_one_chain, run, scenario
 from tests.unit.swarm_data import committed, leaf_of
 
 FALSE_VALUE = 3.0
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    quiet()
-    yield
-    logging.disable(logging.NOTSET)
 
 
 class OneState:

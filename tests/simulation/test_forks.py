@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,16 +15,9 @@ from node.swarm.state_sync import server
 from node.swarm.transport.wire import Message
 from tests.simulation.keys import simulated_identity
 from tests.simulation.network import Line
-from tests.simulation.run import World, quiet
+from tests.simulation.run import World
 from tests.simulation.scenario import Fault
 from tests.simulation.staged import are_on_one_chain, run, scenario, start_far_away
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    quiet()
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("download_s", [(10.0, 18.0), (0.0, 0.0)])

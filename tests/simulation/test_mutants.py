@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 
 from node.swarm.consensus.commit import Committer
@@ -12,12 +9,6 @@ from node.swarm.consensus.quorum import Electorate
 from tests.simulation.mutants import MUTANTS, MissingRule, Mutant, Patches, find
 
 SEEDS = 2000
-
-
-@pytest.fixture(autouse=True)
-def _loud_afterwards() -> Iterator[None]:
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow

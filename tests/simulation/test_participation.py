@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.simulation.participation import CONTRIBUTION_BYTES, draw, judge, misses, run_seed, transfer_s
-from tests.simulation.run import quiet
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    quiet()
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def test_every_simulated_member_is_in_at_least_every_second_round() -> None:

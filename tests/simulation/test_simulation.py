@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,18 +9,11 @@ import pytest
 from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.chart import chart
 from tests.simulation.invariants import joined_spans, separates
-from tests.simulation.run import quiet, simulate
+from tests.simulation.run import simulate
 from tests.simulation.scenario import Fault, draw
 from tests.simulation.shrink import shrink
 
 SEEDS, PER_TEST = 240, 30
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    quiet()
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
