@@ -124,7 +124,6 @@ class Watched:
                 invite = invite or str(self.status_of(node)["run"]["invite"])
         assert invite, f"no node has an invite\n{self.said()}"
         node = self.swarm.node(f"fresh{self.fresh}", join=invite)
-        node.preset = None
         self.start(node)
 
 
@@ -138,7 +137,6 @@ def begin(watched: Watched, run: dict[str, Any], seed: int) -> None:
     invite = founder.invite()
     for number in range(1, NODES):
         node = swarm.node(f"first{number}", join=invite)
-        node.preset = None
         watched.start(node)
 
 

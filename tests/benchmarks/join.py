@@ -25,7 +25,6 @@ from tests.homes.home import Home
 from tests.homes.world import AttachedHome, World, why_not
 from tests.swarm.harness import Node, Swarm
 
-PORT = 41234
 DOWN_MBIT_S = 50.0
 UP_MBIT_S = 30.0
 WIDE_MBIT_S = 100.0
@@ -102,20 +101,14 @@ def window(nodes: Sequence[Node], before: Sequence[Counted], after: Sequence[Cou
     return Window(busy, rate, after[0].at_s - before[0].at_s)
 
 
-def settle(node: Node, home: AttachedHome) -> Node:
-    node.namespace, node.listen = home.machine.namespace, f"/ip4/{home.machine.address}/tcp/{PORT}"
-    return node
-
-
 def start_three(swarm: Swarm, hosts: Sequence[AttachedHome]) -> list[Node]:
     """Start a founder and two more nodes. Returns when their first round is saved."""
     flags = ("--checkpoint.every_s=1",)
-    founder = settle(swarm.node("founder"), hosts[0]).start(*flags)
+    founder = swarm.node("founder").live_in(hosts[0]).start(*flags)
     invite = founder.invite()
     nodes = [founder]
     for name, host in zip(("second", "third"), hosts[1:], strict=True):
-        node = settle(swarm.node(name, join=invite), host)
-        node.preset = None
+        node = swarm.node(name, join=invite).live_in(host)
         nodes.append(node.start(*flags))
     for node in nodes:
         node.until_training(START_S)
@@ -155,8 +148,7 @@ def measure(sizes: Sizes) -> Result:
         time.sleep(CALM_S)
         round_before = nodes[0].status()["run"]["round"]
         began = [count(node) for node in nodes]
-        joiner = settle(swarm.node("joiner", join=nodes[0].invite()), hosts[3])
-        joiner.preset = None
+        joiner = swarm.node("joiner", join=nodes[0].invite()).live_in(hosts[3])
         time.sleep(4 * CALM_S)
         calm = window(nodes, began, [count(node) for node in nodes])
         joiner.start()

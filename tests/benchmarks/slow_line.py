@@ -29,7 +29,7 @@ from typing import Any
 from node.errors import MachineError
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import end_all_on_sigterm
-from tests.benchmarks.sync import START_S, settle, wait_for_round
+from tests.benchmarks.sync import START_S, wait_for_round
 from tests.homes.home import Home
 from tests.homes.world import World, why_not
 from tests.swarm.harness import Node, Swarm
@@ -157,9 +157,7 @@ def play(
         with Swarm(Path(folder), run, STOP_S) as swarm:
             invite: str | None = None
             for (node_name, step_s), host in zip(steps_s.items(), hosts, strict=True):
-                node = settle(swarm.node(node_name, join=invite), host)
-                if invite is not None:
-                    node.preset = None
+                node = swarm.node(node_name, join=invite).live_in(host)
                 node.start(env={"DILOCO_FAULTS": f"inner@*=rest:{step_s}"} if step_s else {})
                 if invite is None:
                     node.until_training(START_S)

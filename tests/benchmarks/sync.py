@@ -34,7 +34,6 @@ from tests.homes.home import Home
 from tests.homes.world import AttachedHome, World, why_not
 from tests.swarm.harness import Node, Swarm
 
-PORT = 41234
 DIRECT = Home("public", lines=None)
 PARAMETERS = 15_036_288
 INNER_S = 30.0
@@ -133,20 +132,14 @@ def run_of(cell: Cell) -> dict[str, Any]:
     }
 
 
-def settle(node: Node, home: AttachedHome) -> Node:
-    node.namespace, node.listen = home.machine.namespace, f"/ip4/{home.machine.address}/tcp/{PORT}"
-    return node
-
-
 def found_swarm(swarm: Swarm, network: World, count: int) -> tuple[list[Node], list[AttachedHome]]:
     """Start nodes on separate hosts and wait until all train. Their inner steps sleep."""
     hosts = [network.attach(DIRECT) for _ in range(count)]
     env = {"DILOCO_FAULTS": f"inner@*=rest:{STEP_S}"}
-    nodes = [settle(swarm.node("founder"), hosts[0]).start(env=env)]
+    nodes = [swarm.node("founder").live_in(hosts[0]).start(env=env)]
     invite = nodes[0].invite()
     for number, host in enumerate(hosts[1:], 1):
-        node = settle(swarm.node(f"node{number}", join=invite), host)
-        node.preset = None
+        node = swarm.node(f"node{number}", join=invite).live_in(host)
         nodes.append(node.start(env=env))
     for node in nodes:
         node.until_training(START_S)

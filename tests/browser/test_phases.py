@@ -174,7 +174,6 @@ def test_dashboard_shows_that_no_peer_answers(swarm: Swarm, context: BrowserCont
     invite = founder.invite()
     founder.end_by_force()
     lone = swarm.node("lone", join=invite)
-    lone.preset = None
     tab = show(tabs, context, lone.start()).until_phase("connecting", word="Connecting", wait_s=LONG_S)
     tab.mark("reason").filter(has_text="peer").wait_for()
     seen(tab, "connecting")

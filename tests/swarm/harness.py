@@ -24,6 +24,7 @@ import httpx
 import psutil
 
 from tests.homes.namespace import inside
+from tests.homes.world import AttachedHome
 from tests.swarm import fork_server
 from tests.swarm.node_main import PROGRAM
 
@@ -35,6 +36,8 @@ START_S = 60.0
 ASK_S = 10.0
 LOOK_S = 0.1
 CALM = 5
+PORT = 41234
+"""The port of a node in a home of its own."""
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -113,6 +116,11 @@ class Node:
         self.program = PROGRAM if fork_server.FOLDER_VARIABLE in os.environ else "node.cli"
         """The module that runs as the command line."""
         self._client: httpx.Client | None = None
+
+    def live_in(self, home: AttachedHome) -> Self:
+        """Let the node run in the network namespace of a home, and listen at PORT there."""
+        self.namespace, self.listen = home.machine.namespace, f"/ip4/{home.machine.address}/tcp/{PORT}"
+        return self
 
     # start and end
 
@@ -367,8 +375,8 @@ class Swarm:
             assert left == [], f"processes were left behind: {left}"
 
     def node(self, name: str, *, join: str | None = None) -> Node:
-        """Return a new node that ends with the swarm. The node is not started."""
-        made = Node(self.folder / name, name, preset=self.preset, join=join)
+        """Return a new node that ends with the swarm. The node is not started. A node that joins has no preset."""
+        made = Node(self.folder / name, name, preset=None if join is not None else self.preset, join=join)
         self.nodes.append(made)
         return made
 
@@ -382,7 +390,6 @@ class Swarm:
             node.calm()
         joined = [self.node(name, join=invite) for name in names]
         for node in joined:
-            node.preset = None
             node.start(*flags, env=env)
         return joined
 

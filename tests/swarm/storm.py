@@ -238,7 +238,6 @@ class FaultInjector:
         if not invite:
             return ""
         node = self._swarm.node(f"n{len(self._swarm.nodes):02d}", join=invite)
-        node.preset = None
         self.spared += [node.name] if is_spared else []
         self.start(node)
         return f"join: {node.name}, by {host.name}"
@@ -358,7 +357,6 @@ def gather(swarm: Swarm, injector: FaultInjector, watch: Watch, nodes: int) -> N
     injector.spared = ["n01"]
     for number in range(1, nodes):
         node = swarm.node(f"n{number:02d}", join=watch.invite("n00"))
-        node.preset = None
         injector.start(node)
     if not wait(lambda: not injector.down(), START_S, watch.check):
         raise TimeoutError(f"these do not come to train: {', '.join(injector.down())}")

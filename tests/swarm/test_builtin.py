@@ -24,7 +24,6 @@ def test_node_on_the_built_in_preset_stops_promptly_on_leave_and_on_interrupt(tm
         founder.preset = None
         founder.start(SHORT_ROUNDS).until_training()
         node = swarm.node("second", join=founder.invite())
-        node.preset = None
         for moment, how in (("inner", "sigint"), ("round", "leave")):
             node.start(env={"DILOCO_FAULTS": "reduce@*=stall:8"} if moment == "round" else None)
             reach(founder, node, moment)

@@ -60,7 +60,6 @@ def test_invite_still_works_after_the_node_that_issued_it_was_killed(swarm: Swar
     assert founder.status()["node"]["peer_id"] in named.addresses[0], "who gives it comes first"
     founder.end_by_force()
     late = swarm.node("late", join=str(named))
-    late.preset = None
     late.start().until_training()
     assert late.status()["peers"]["connected"] == 1
 
@@ -118,7 +117,6 @@ def test_node_started_before_its_bootstrap_peer_joins_when_that_peer_starts(swar
     assert founder.wait_end(10 * PATIENCE) == 0
 
     early = swarm.node("early", join=invite)
-    early.preset = None
     early.start()
     waiting = early.until(lambda s: s["phase"] == "connecting" and s["reason"], START_S)
     assert waiting["code"] == "no_peers" and "retrying" in waiting["reason"]

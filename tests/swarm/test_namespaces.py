@@ -17,9 +17,8 @@ import pytest
 from tests.homes.home import Home
 from tests.homes.world import AttachedHome, World, why_not
 from tests.swarm.conftest import Figures
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
+from tests.swarm.harness import PATIENCE, PORT, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
 
-PORT = 41234
 DIRECT, BEHIND_NAT = Home("public", lines=None), Home("cone", lines=None)
 CALM_ROUNDS = 5
 LONG_S = 90.0
@@ -43,23 +42,15 @@ def network() -> Iterator[World]:
         yield made
 
 
-def settle(node: Node, home: AttachedHome) -> Node:
-    """Give the node its network namespace."""
-    node.namespace = home.machine.namespace
-    node.listen = f"/ip4/{home.machine.address}/tcp/{PORT}"
-    return node
-
-
 def start_all(
     swarm: Swarm, hosts: Sequence[AttachedHome], *, names: Sequence[str] = (), flags: Sequence[str] = ()
 ) -> list[Node]:
     """Start a founder with these flags on the first host, and a node that joins it on each other host."""
-    founder = settle(swarm.node("founder"), hosts[0]).start(*EAGER, *flags)
+    founder = swarm.node("founder").live_in(hosts[0]).start(*EAGER, *flags)
     invite = founder.invite()
     founder.calm()
-    joined = [settle(swarm.node(name, join=invite), host) for name, host in zip(names, hosts[1:], strict=True)]
+    joined = [swarm.node(name, join=invite).live_in(host) for name, host in zip(names, hosts[1:], strict=True)]
     for node in joined:
-        node.preset = None
         node.start(*EAGER)
     for node in joined:
         node.until_training(PATIENCE * START_S)

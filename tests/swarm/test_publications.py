@@ -110,7 +110,6 @@ def test_members_publish_each_round_once_and_others_join_a_run_that_was_founded_
         status = again.until_round(max(rounds()) + 1, PATIENCE * START_S)
         assert status["training"]["inner_steps"] == 120
         late = swarm.node("late", join=again.invite())
-        late.preset = None
         late.start()
         number = late.until_round(status["run"]["round"] + 1, PATIENCE * START_S)["run"]["round"]
         wait_for(lambda: number in again.digests(), START_S, "the founder lacks the round")

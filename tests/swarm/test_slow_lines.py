@@ -14,7 +14,6 @@ from tests.homes.home import Home
 from tests.homes.world import World, why_not
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import START_S, Node, Swarm, tiny, wait_for
-from tests.swarm.test_namespaces import settle
 
 REST = {"DILOCO_FAULTS": "inner@*=rest:0.25"}
 """Each inner step sleeps for 0.25 s. All nodes share this machine, and only the lines should be slow."""
@@ -69,14 +68,13 @@ def test_member_on_a_slow_line_takes_part_in_at_least_every_second_round(
         "sync": {"codec": "int8"},
     }
     with Swarm(tmp_path, tiny(**run)) as swarm:
-        founder = settle(swarm.node("founder"), hosts[0]).start(env=REST)
+        founder = swarm.node("founder").live_in(hosts[0]).start(env=REST)
         invite = founder.invite()
         joined = [
-            settle(swarm.node(name, join=invite), host)
+            swarm.node(name, join=invite).live_in(host)
             for name, host in zip(("b", "c", "slow"), hosts[1:], strict=True)
         ]
         for node in joined:
-            node.preset = None
             node.start(env=REST)
         for node in joined:
             node.until_training(2 * START_S)
@@ -106,8 +104,6 @@ def test_work_of_members_with_different_speeds_is_merged(tmp_path: Path) -> None
         for name, speed in SPEEDS.items():
             founder = swarm.nodes[0] if swarm.nodes else None
             node = swarm.node(name, join=founder.invite() if founder is not None else None)
-            if founder is not None:
-                node.preset = None
             node.start(env={"DILOCO_FAULTS": f"inner@*=rest:{STEP_S / speed}"})
             if founder is None:
                 node.until_training(2 * START_S)

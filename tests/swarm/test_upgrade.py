@@ -73,7 +73,6 @@ def test_nodes_of_the_old_and_the_new_version_share_rounds(tmp_path: Path, found
     with Swarm(tmp_path, tiny(round={"inner_steps": 60, "min_peers": 2})) as swarm:
         founder = start(swarm.node("founder"), is_old=founder_is_old)
         second = swarm.node("second", join=founder.invite())
-        second.preset = None
         start(second, is_old=not founder_is_old).until_round(0, 3 * START_S)
         wait_for_common_round([founder, second], founder.status()["run"]["round"])
 
@@ -101,7 +100,6 @@ def test_node_with_another_protocol_version_ends_with_exit_code_10(tmp_path: Pat
     with Swarm(tmp_path, tiny(round={"inner_steps": 60})) as swarm:
         founder = start(swarm.node("founder"), is_old=founder_is_old)
         second = swarm.node("second", join=founder.invite())
-        second.preset = None
         start(second, is_old=not founder_is_old)
         assert second.running.wait(3 * START_S) == 10
         if founder_is_old:
