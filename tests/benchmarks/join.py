@@ -84,11 +84,8 @@ class Window:
 
 
 def count(node: Node) -> Counted:
-    text = node.http.get("/metrics").text
-    activities = dict(re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE))
-    tokens = re.findall(r"^diloco_tokens_processed_total (\S+)$", text, re.MULTILINE)[0]
-    all_s = sum(map(float, activities.values()))
-    return Counted(float(activities["compute"]), all_s, float(tokens), time.monotonic())
+    seconds, tokens = node.activity_s(), node.metrics()["tokens_processed_total"]
+    return Counted(seconds["compute"], sum(seconds.values()), tokens, time.monotonic())
 
 
 def window(nodes: Sequence[Node], before: Sequence[Counted], after: Sequence[Counted]) -> Window:

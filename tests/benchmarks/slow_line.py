@@ -15,7 +15,6 @@ sleep. It needs root.
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import subprocess
 import sys
@@ -123,13 +122,11 @@ class Arm:
 
 
 def given(node: Node) -> Given:
-    text = node.http.get("/metrics").text
-    seconds = dict(re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE))
-    told = node.status()["contribution"]
+    seconds, told = node.activity_s(), node.status()["contribution"]
     return Given(
         name=node.name,
-        compute_s=float(seconds["compute"]),
-        all_s=sum(map(float, seconds.values())),
+        compute_s=seconds["compute"],
+        all_s=sum(seconds.values()),
         tokens=told["tokens_total"],
         merged=told["tokens_merged"],
         discarded=told["tokens_discarded"],

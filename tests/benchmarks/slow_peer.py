@@ -11,7 +11,6 @@ nodes, interpolated between the two nearest rounds.
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import tempfile
 import time
@@ -79,20 +78,14 @@ def start(swarm: Swarm, keys: Path, arm: str, seed: int, inner_steps: int) -> li
 
 def activity_s(node: Node) -> tuple[float, float]:
     """The node's total seconds of compute, and of all activities."""
-    text = node.http.get("/metrics").text
-    found_s = re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE)
-    seconds = {name: float(value) for name, value in found_s}
+    seconds = node.activity_s()
     return seconds["compute"], sum(seconds.values())
 
 
 def step_s(node: Node) -> float:
     """The node's mean seconds per inner step so far."""
-    text = node.http.get("/metrics").text
-    total, count = (
-        float(re.findall(rf"^diloco_inner_step_duration_seconds_{what} (\S+)$", text, re.MULTILINE)[0])
-        for what in ("sum", "count")
-    )
-    return total / count
+    metrics = node.metrics()
+    return metrics["inner_step_duration_seconds_sum"] / metrics["inner_step_duration_seconds_count"]
 
 
 def measure_arm(folder: Path, keys: Path, arm: str, seed: int, inner_steps: int, window_s: float) -> Arm:

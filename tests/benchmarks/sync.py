@@ -159,13 +159,11 @@ class Counted:
 
 
 def count(node: Node, home: AttachedHome) -> Counted:
-    text = node.http.get("/metrics").text
-    seconds = dict(re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE))
-    sent = re.findall(r'^diloco_network_sent_bytes_total\{channel="reduce"\} (\S+)$', text, re.MULTILINE)[0]
+    seconds = node.activity_s()
     return Counted(
-        float(seconds["compute"]),
-        sum(map(float, seconds.values())),
-        float(sent),
+        seconds["compute"],
+        sum(seconds.values()),
+        node.metrics()['network_sent_bytes_total{channel="reduce"}'],
         home.sent_bytes(),
         node.status()["run"]["round"],
         time.monotonic(),

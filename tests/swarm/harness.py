@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -249,6 +250,17 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         return self._get("/api/v1/status")
+
+    def metrics(self) -> dict[str, float]:
+        """All series of /metrics by name and labels, such as `x_total{reason="y"}`, without the prefix `diloco_`."""
+        text = self.http.get("/metrics").text
+        return {name: float(value) for name, value in re.findall(r"^diloco_(\S+) (\S+)$", text, re.MULTILINE)}
+
+    def activity_s(self) -> dict[str, float]:
+        """Seconds that the node has spent in each activity."""
+        text = self.http.get("/metrics").text
+        found = re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE)
+        return {activity: float(seconds) for activity, seconds in found}
 
     def rounds(self) -> list[dict[str, Any]]:
         """The node's round records, newest first."""

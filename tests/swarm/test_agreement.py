@@ -32,6 +32,4 @@ def test_node_with_silently_corrupted_state_is_detected_repaired_and_counted(tmp
 
 
 def mismatches(node: Node) -> int:
-    text = node.http.get("/metrics").text
-    line = next(line for line in text.splitlines() if line.startswith("diloco_digest_mismatch_total"))
-    return round(float(line.split()[-1]))
+    return round(node.metrics()["digest_mismatch_total"])

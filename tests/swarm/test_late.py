@@ -37,15 +37,11 @@ OFTEN = ("--checkpoint.every_s=0.5",)
 
 def state_bytes(node: Node) -> float:
     """The bytes of model state that the node has received since its newest start."""
-    for line in node.http.get("/metrics").text.splitlines():
-        if line.startswith("diloco_network_received_bytes_total") and 'channel="state"' in line:
-            return float(line.rsplit(" ", 1)[1])
-    raise AssertionError("there is no such series")
+    return node.metrics()['network_received_bytes_total{channel="state"}']
 
 
 def rejected(node: Node) -> float:
-    lines = node.http.get("/metrics").text.splitlines()
-    return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("diloco_peer_rejected_total"))
+    return sum(value for name, value in node.metrics().items() if name.startswith("peer_rejected_total"))
 
 
 def test_invite_still_works_after_the_node_that_issued_it_was_killed(swarm: Swarm) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ BUDGET_S = 120.0
 
 def evaluation_s(node: Node) -> float:
     """The seconds that the node has spent on evaluations."""
-    found = re.search(r'activity_seconds_total{activity="evaluate"} (\S+)', node.http.get("/metrics").text)
-    return float(found[1]) if found else 0.0
+    return node.activity_s().get("evaluate", 0.0)
 
 
 def until_evaluating(node: Node) -> int:
@@ -132,8 +130,7 @@ def test_node_that_trains_alone_recovers_all_its_rounds_after_being_killed(
         for name in ("round", "state_digest", "swarm_tokens"):
             assert after["run"][name] == before["run"][name], name
         assert [record["round"] for record in node.rounds()] == list(range(number, -1, -1)), "each is told once"
-        found = re.search(r'sync_rounds_total{result="alone"} (\S+)', node.http.get("/metrics").text)
-        assert found is not None and float(found[1]) == number + 1, "each is counted once"
+        assert node.metrics()['sync_rounds_total{result="alone"}'] == number + 1, "each is counted once"
 
 
 def start_until(node: Node, number: int) -> dict[str, Any]:

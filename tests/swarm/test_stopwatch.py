@@ -29,7 +29,7 @@ def test_reported_compute_and_sync_times_agree_with_an_external_clock(tmp_path: 
         wall_s = ended_s - began_s
 
     def grown(name: str) -> float:
-        return sum(after[key] - before.get(key, 0.0) for key in after if key.startswith(f"diloco_{name}"))
+        return sum(after[key] - before.get(key, 0.0) for key in after if key.startswith(name))
 
     steps, rounds = grown("inner_steps_total"), grown("sync_rounds_total")
     assert (steps, rounds) == (ROUNDS * STEPS, ROUNDS)
@@ -57,9 +57,9 @@ def test_reported_compute_and_sync_times_agree_with_an_external_clock(tmp_path: 
 
 def at_round_end(node: Node) -> tuple[dict[str, float], float]:
     """Wait for one more round. Returns all series and the time of the first scrape that shows the round."""
-    first = scrape(node)["diloco_local_round"]
+    first = node.metrics()["local_round"]
     end_s = time.monotonic() + PATIENCE * START_S
-    while (found := scrape(node))["diloco_local_round"] == first:
+    while (found := node.metrics())["local_round"] == first:
         assert time.monotonic() < end_s, "no round ended"
         time.sleep(LOOK_S)
     return found, time.monotonic()
