@@ -11,11 +11,11 @@ import json
 import re
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import ThreadingHTTPServer
 from urllib.parse import unquote
+
+from tests.swarm.hub import HubHandler
 
 AT = "2026-11-25T10:00:00.000Z"
 
@@ -93,25 +93,7 @@ class PublishHub:
         return {"HF_ENDPOINT": f"http://127.0.0.1:{self.port}", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.0"
-    """With HTTP 1.0 each connection ends after its answer, so no connection is open when the hub stops."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_POST(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        raise NotImplementedError
-
+class _Handler(HubHandler):
     def answer_for(self, hub: PublishHub, body: bytes) -> None:
         path = unquote(self.path.partition("?")[0])
         if self.command == "POST" and hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
@@ -200,16 +182,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.send({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
         data = commit.files[path]
-        self._send(200, data, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit.id})
-
-    def send(self, content: Any, code: int = 200, headers: dict[str, str] | None = None) -> None:
-        self._send(code, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})})
-
-    def _send(self, code: int, data: bytes, headers: dict[str, str]) -> None:
-        with suppress(ConnectionError):  # Clients are killed on purpose.
-            self.send_response(code)
-            for name, value in {**headers, "Content-Length": str(len(data))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(data)
+        self.send_bytes(200, data, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit.id})

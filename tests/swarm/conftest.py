@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.homes.world import World, why_not
 from tests.swarm.harness import PATIENCE, Swarm
 
 FIGURE = "figure"
@@ -32,6 +33,14 @@ class Figures:
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Figures:
     return Figures(request.node.user_properties)
+
+
+@pytest.fixture
+def network() -> Iterator[World]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with World() as made:
+        yield made
 
 
 @pytest.fixture

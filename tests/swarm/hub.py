@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,9 @@ class Hub:
         self._server = None
 
 
-class _Handler(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
+    """Answers requests of the hub's library."""
+
     protocol_version = "HTTP/1.0"
     """With HTTP 1.0 each connection ends after its answer, so no connection is open when the hub stops."""
 
@@ -71,9 +75,27 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.answer()
 
+    def do_POST(self) -> None:
+        self.answer()
+
     def answer(self) -> None:
         raise NotImplementedError
 
+    def send(self, content: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Answer with JSON."""
+        self.send_bytes(code, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})})
+
+    def send_bytes(self, code: int, data: bytes, headers: Mapping[str, str]) -> None:
+        with suppress(ConnectionError):  # Clients are killed on purpose.
+            self.send_response(code)
+            for name, value in {**headers, "Content-Length": str(len(data))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)
+
+
+class _Handler(HubHandler):
     def answer_for(self, hub: Hub) -> None:
         folder, repo, self._commit = hub.folder, hub._repo, hub.commit
         path = self.path.partition("?")[0]
@@ -88,14 +110,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif (revision := self._revision(path, about)) is not None:
             found = [{"rfilename": p.relative_to(folder).as_posix()} for p in sorted(folder.rglob("*")) if p.is_file()]
             at = "2024-01-01T00:00:00.000Z"
-            self._json({"id": repo, "sha": revision, "siblings": found, "private": False, "gated": False,
+            self.send({"id": repo, "sha": revision, "siblings": found, "private": False, "gated": False,
                         "disabled": False, "tags": [], "downloads": 0, "likes": 0, "lastModified": at,
                         "createdAt": at})  # fmt: skip
         elif path.startswith(f"{about}/tree/"):
             here = folder / "/".join(path.removeprefix(f"{about}/tree/").split("/")[1:])
-            self._json([self._entry(folder, entry) for entry in sorted(here.iterdir())] if here.is_dir() else [])
+            self.send([self._entry(folder, entry) for entry in sorted(here.iterdir())] if here.is_dir() else [])
         else:
-            self._json({"error": "Repository not found"}, 404)
+            self.send({"error": "Repository not found"}, 404)
 
     def _revision(self, path: str, about: str) -> str | None:
         """The commit of the revision that the request names, or None if there is no such revision."""
@@ -111,28 +133,20 @@ class _Handler(BaseHTTPRequestHandler):
         return {"type": "file", "oid": hashlib.sha1(path.read_bytes()).hexdigest(), "size": path.stat().st_size,
                 "path": name}  # fmt: skip
 
-    def _json(self, content: Any, code: int = 200) -> None:
-        self._send(code, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
     def _file(self, path: Path) -> None:
         if not path.is_file():
-            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            self.send_bytes(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "Accept-Ranges": "bytes"}
         wanted = self.headers.get("Range")
         if not wanted:
-            self._send(200, data, headers)
+            self.send_bytes(200, data, headers)
             return
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         part = data[int(first) : int(last) + 1 if last else None]
         headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
-        self._send(206, part, headers)
+        self.send_bytes(206, part, headers)
 
-    def _send(self, code: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(code)
-        for name, value in {**headers, "X-Repo-Commit": self._commit, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+    def send_bytes(self, code: int, data: bytes, headers: Mapping[str, str]) -> None:
+        super().send_bytes(code, data, {**headers, "X-Repo-Commit": self._commit})

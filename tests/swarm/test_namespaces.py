@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.homes.home import Home
-from tests.homes.world import AttachedHome, World, why_not
+from tests.homes.world import AttachedHome, World
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, PORT, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
 
@@ -32,14 +32,6 @@ MEET_S = 15.0
 MEASURED_BY_ROUND = 20
 """The plan must reflect the slow uplink by this round. Three rounds measure it; later ones announce and use it."""
 EAGER = ("--checkpoint.every_s=0.5", "--checkpoint.keep=8")
-
-
-@pytest.fixture
-def network() -> Iterator[World]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with World() as made:
-        yield made
 
 
 def start_all(

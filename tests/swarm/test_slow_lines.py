@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.homes.home import Home
-from tests.homes.world import World, why_not
+from tests.homes.world import World
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import START_S, Node, Swarm, tiny, wait_for
 
@@ -25,14 +25,6 @@ ROUND_S = 11.0
 LEARNT = 5
 """Number of rounds until the fast nodes have measured and announced their uplinks."""
 JUDGED = 4
-
-
-@pytest.fixture
-def network() -> Iterator[World]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with World() as made:
-        yield made
 
 
 def included(node: Node, after: int) -> dict[int, set[str]]:

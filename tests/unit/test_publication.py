@@ -48,6 +48,7 @@ from node.worker.publishing import MOST_RANK, Publishing, rank_of
 from node.worker_protocol import FoundFrom
 from tests.publish_hub import PublishHub, Repository
 from tests.unit.data_folder import make_data_folder
+from tests.unit.fake_duty import FakeProcess
 from tests.unit.test_amendments import FOUNDER, accepted, amendment
 from tests.unit.test_export import make_trained, run_of
 
@@ -831,18 +832,6 @@ class FakeReporter:
 class FakeCounters:
     def __init__(self) -> None:
         self.totals: Any = type("Totals", (), {"publications": {}})()
-
-
-class FakeProcess(DutyProcess):
-    def __init__(self, _module: str, start: Any, _rounds: Any, on_line: Any, on_failure: Any) -> None:
-        self.start, self.on_line, self.on_failure = start, on_line, on_failure
-        self.wakes = 0
-
-    def wake(self) -> None:
-        self.wakes += 1
-
-    def close(self) -> None:
-        pass
 
 
 def is_last(tip: Tip) -> bool:

@@ -20,10 +20,10 @@ from node.publication.waiting_rounds import WaitingRounds
 from node.status import MOST_SCORE, MOST_SCORES, PeerRow, Report, TaskScores, TrainingInfo
 from node.swarm.member import MemberSnapshot
 from node.training.checkpoint import CheckpointStore
-from node.worker.duty_process import DutyProcess
 from node.worker.evaluator import FOLDER, EvaluatorEvent, choose_scores, evaluate_waiting
 from node.worker.task_evaluation import MOST_TASKS, SCORES_FILE, TaskEvaluation, TaskMedians, draw
 from node.worker_protocol import StatusReport, decode_worker_message, encode
+from tests.unit.fake_duty import FakeProcess
 from tests.unit.test_export import make_trained, run_of
 
 needs_lm_eval = pytest.mark.skipif(
@@ -283,18 +283,6 @@ class FakeReporter:
 
     def set_task_scores(self, found: Any) -> None:
         self.task_scores = found
-
-
-class FakeProcess(DutyProcess):
-    def __init__(self, _module: str, start: Any, _rounds: Any, on_line: Any, on_failure: Any) -> None:
-        self.start, self.on_line, self.on_failure = start, on_line, on_failure
-        self.wakes = 0
-
-    def wake(self) -> None:
-        self.wakes += 1
-
-    def close(self) -> None:
-        pass
 
 
 def tip_of(round_: int, digest: str, credit: set[str], head: str = "") -> Any:
