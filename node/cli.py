@@ -25,7 +25,7 @@ from node.commands.examples import EXAMPLES
 from node.config.loader import DEFAULT, PRESET_KEY, Loaded, known_keys, load
 from node.config.manifest import ANY_RUN
 from node.errors import DataFolderError, MachineError, NodeError, UsageError
-from node.host.files import expand_user
+from node.host.files import expand_user, write_new
 
 EXIT_BUG = 70
 STEER_ACTIONS = ("show", "amend", "pause", "resume", "rollback", "stop", "sign", "submit")
@@ -736,19 +736,9 @@ def _certificate(call: Call) -> int:
         if path.exists():
             raise UsageError(f"{path} exists already: name a new file.")
     for path, text in files:
-        _write_new(path, text)
+        write_new(path, text)
     print(certificate.model_dump_json() if call.args.file is None else credit.describe(finding))
     return 0
-
-
-def _write_new(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as exc:
-        raise UsageError(f"{path} exists already: name a new file.") from exc
-    except OSError as exc:
-        raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder of yours.") from exc
 
 
 def _verify(call: Call) -> int:
@@ -856,7 +846,7 @@ def _steer(call: Call) -> int:
         if args.out is None and missing > 0:
             raise UsageError(f"The run needs {missing + 1} signatures: write a file with --out FILE, and pass it on.")
         if args.out is not None:
-            print(steer.write_new(args.out, signed, missing))
+            print(steer.write_for_others(args.out, signed, missing))
         else:
             print(steer.submit(client, signed))
     return 0

@@ -17,7 +17,7 @@ from node.config.amendments import CHANGEABLE, Action, Amendment, AmendmentError
 from node.config.loader import check_value, nearest
 from node.config.schema import Config
 from node.errors import DataFolderError, UsageError
-from node.host.files import expand_user, write_whole
+from node.host.files import expand_user, write_new, write_whole
 from node.status import AmendmentInfo, GovernanceInfo
 from node.swarm.governance.charter import add_signature, sign_amendment
 from node.swarm.identity import Identity, load_identity
@@ -195,24 +195,9 @@ def check_key(info: GovernanceInfo, identity: Identity) -> None:
         )
 
 
-def write(path: Path, signed: SignedAmendment, *, is_new: bool = False) -> None:
-    """Write a file for `read`. Raises UsageError, also if `is_new` and the file exists."""
-    text = signed.model_dump_json() + "\n"
-    try:
-        if is_new:
-            with expand_user(path).open("x", encoding="utf-8") as file:
-                file.write(text)
-        else:
-            write_whole(expand_user(path), text)  # The file may hold the signatures of others.
-    except FileExistsError as exc:
-        raise UsageError(f"{path} exists already, and may hold signatures: name a new file.") from exc
-    except OSError as exc:
-        raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder of yours.") from exc
-
-
-def write_new(path: Path, signed: SignedAmendment, missing: int) -> str:
+def write_for_others(path: Path, signed: SignedAmendment, missing: int) -> str:
     """Write a file to which others add `missing` signatures. Returns a sentence. Raises UsageError if it exists."""
-    write(path, signed, is_new=True)
+    write_new(expand_user(path), _text(signed))
     needs, amendment = max(0, missing), signed.amendment
     return (
         f"Wrote amendment {amendment.number} to {path}. It needs {_signatures(needs)}, "
@@ -220,8 +205,12 @@ def write_new(path: Path, signed: SignedAmendment, missing: int) -> str:
     )
 
 
+def _text(signed: SignedAmendment) -> str:
+    return signed.model_dump_json() + "\n"
+
+
 def read(path: Path) -> tuple[SignedAmendment, Amendment]:
-    """Read a file that `write` has written. Raises UsageError."""
+    """Read a file of `write_for_others`. Raises UsageError."""
     try:
         signed = SignedAmendment.model_validate_json(expand_user(path).read_bytes())
         return signed, signed.amendment
@@ -242,7 +231,10 @@ def sign_file(path: Path, identity: Identity, info: GovernanceInfo | None) -> st
     if info is not None:
         check_key(info, identity)
     signed = add_signature(identity, signed)
-    write(path, signed)
+    try:
+        write_whole(expand_user(path), _text(signed))
+    except OSError as exc:
+        raise UsageError(f"{path} cannot be written ({exc.strerror}): copy it to a folder of yours.") from exc
     what = f"{amendment.number}: {amendment.describe()}, from round {amendment.from_round}"
     if info is None:
         return (

@@ -49,6 +49,17 @@ def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
         raise
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a file that the user has named and that does not exist yet, in UTF-8. Raises UsageError."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as exc:
+        raise UsageError(f"{path} exists already: name a new file.") from exc
+    except OSError as exc:
+        raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder of yours.") from exc
+
+
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder beside `target`, and rename it to `target` at the end, or remove it after an exception.

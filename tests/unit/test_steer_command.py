@@ -244,7 +244,7 @@ def test_two_of_three_keys_sign_a_file(
     assert steer(folders[0], "amend", "inner.lr=0.5", "--out", str(file)) == 0
     assert "needs 1 more signature, and must be accepted before its round" in capsys.readouterr().out
     assert steer(folders[0], "amend", "inner.lr=0.5", "--out", str(file)) == 2
-    assert "exists already, and may hold signatures" in capsys.readouterr().err
+    assert "exists already: name a new file" in capsys.readouterr().err
     assert steer(folders[0], "submit", str(file)) == 2
     assert "1 of the 2 signatures" in capsys.readouterr().err
     assert steer(folders[2], "sign", str(file)) == 0
