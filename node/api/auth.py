@@ -134,6 +134,8 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 headers.update(SECURITY_HEADERS)
                 headers.setdefault("Cache-Control", "no-store")
+                if headers.get("Content-Type", "").startswith("text/event-stream"):
+                    headers["X-Accel-Buffering"] = "no"  # nginx would hold events back until a buffer is full.
                 if is_public:  # Otherwise the idle connections of many visitors would use up the limit.
                     headers["Connection"] = "close"
             await send(message)

@@ -90,6 +90,7 @@ def send(body: Any, path: str = COMPLETIONS, model: FakeModel | None = None, **h
 
 def events_of(response: httpx.Response) -> list[Any]:
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"
     lines = response.text.split("\n\n")
     assert lines.pop() == "" and all(line.startswith("data: ") for line in lines)
     assert lines.pop() == "data: [DONE]"
