@@ -26,7 +26,7 @@ export class ApiError extends Error {
 
   /** The node accepts neither the session nor the token. */
   get locked(): boolean {
-    return this.status === 401 || this.status === 429;
+    return this.status === 401;
   }
 }
 
@@ -107,8 +107,10 @@ let pendingSession: Promise<void> | null = null;
 function reopenSession(token: string): Promise<void> {
   pendingSession ??= openSession(token)
     .catch((error: unknown) => {
-      if (error instanceof ApiError && error.locked) tokenStore.set(null);
-      throw error;
+      // After many wrong tokens the node answers 429 to the next wrong one.
+      if (!(error instanceof ApiError && (error.locked || error.status === 429))) throw error;
+      tokenStore.set(null);
+      throw new ApiError(401, error.message);
     })
     .finally(() => {
       urlToken = null;
