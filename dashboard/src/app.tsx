@@ -74,7 +74,7 @@ function Header({ locked }: { locked: boolean }) {
     <header class="top">
       <div class="identity">
         <span class="lamp" aria-hidden="true" />
-        {node ? <Name text={node.name} most={40} /> : <span class="name">diloco-node</span>}
+        {node?.name ? <Name text={node.name} most={40} /> : <span class="name">diloco-node</span>}
       </div>
       {!locked && (
         <nav aria-label="Views">

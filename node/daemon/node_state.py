@@ -264,7 +264,7 @@ class NodeState:
             report = _idle(report)
         if self._is_alone:
             report = report.model_copy(update={"peers": PeersInfo()})
-        node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]})
+        node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-6:]})
         return Status(
             node=node,
             phase=state.phase,

@@ -16,7 +16,7 @@ from playwright.sync_api import BrowserContext
 from node.api.node_interface import RecentWork
 from node.status import PauseInfo, Phase, Sample, TrainingInfo
 from tests.browser.harness import NARROW, RESULTS, WIDE, Dashboard
-from tests.browser.scene import MONTH, Scene, peer, scene
+from tests.browser.scene import KEYS, MONTH, Scene, peer, scene
 from tests.swarm.harness import Node, wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -353,6 +353,14 @@ def test_name_of_a_peer_cannot_turn_the_text_of_the_page_around(village: Scene, 
     peers = tab.page.get_by_role("region", name="Peers, table")
     peers.get_by_text("good").wait_for()
     assert not {"\u202e", "\u2066"} & set(told + peers.inner_text())
+
+
+def test_node_without_a_name_is_called_by_the_end_of_its_peer_id(village: Scene, tab: Dashboard) -> None:
+    header = tab.page.locator("header.top .identity")
+    village.act(lambda: village.board.update_settings("", {}))
+    header.get_by_text(KEYS["shed"][-6:], exact=True).wait_for()
+    village.show(peer_id="")  # as before the worker's first report
+    header.get_by_text("diloco-node", exact=True).wait_for()
 
 
 def test_number_can_be_typed_digit_by_digit(tab: Dashboard) -> None:

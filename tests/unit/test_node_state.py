@@ -105,7 +105,7 @@ def test_status_callback_receives_changes_only() -> None:
     state.apply_report(Report(state=TRAINING, peer_id="Qm123456789"))
     state.apply_report(Report(state=TRAINING, peer_id="Qm123456789"))
     assert [status.phase for status in received] == [Phase.TRAINING]
-    assert received[0].node.name == "23456789", "a node without a name is called by the end of its peer id"
+    assert received[0].node.name == "456789", "a node without a name is called by the end of its peer id"
 
 
 def test_slow_status_subscriber_gets_the_newest_status_and_then_the_end() -> None:

@@ -120,7 +120,7 @@ export class AlertWatch {
 export function notify(node: string, alert: Alert): void {
   try {
     const body = clean(alert.text).replaceAll("`", "");
-    const shown = new Notification(`${cleanName(node, 40)} needs you`, { body, tag: `diloco-${keyOf(alert)}` });
+    const shown = new Notification(`${cleanName(node || "diloco-node", 40)} needs you`, { body, tag: `diloco-${keyOf(alert)}` });
     shown.onclick = () => {
       focus();
       shown.close();
