@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import BrowserContext
 
 from node.api.node_interface import RecentWork
-from node.status import PauseInfo, Phase, Sample, TrainingInfo
+from node.status import GovernanceInfo, PauseInfo, Phase, RefusedAmendment, Sample, TrainingInfo
 from tests.browser.harness import NARROW, RESULTS, WIDE, Dashboard
 from tests.browser.scene import KEYS, MONTH, Scene, peer, scene
 from tests.swarm.harness import Node, wait_for
@@ -137,6 +137,14 @@ def test_events_say_who_left_who_fell_silent_and_who_joined(village: Scene, tab:
     assert told[1:4] == ["barn joined", "garage is gone: no answer", "attic left"]
     assert re.match(r"\d\d:\d\d", events.first.inner_text())
     assert tab.serious() == []
+
+
+def test_refused_amendments_are_listed_with_the_reason(village: Scene, context: BrowserContext) -> None:
+    refused = RefusedAmendment(digest="ab" * 32, reason="its round is over", number=3, change="inner.lr = 0.0002")
+    village.act(lambda: village.board.set_governance(GovernanceInfo(run="cd" * 32, refused=(refused,))))
+    listed = village.open(context).page.locator("[aria-labelledby=amendments] li")
+    listed.first.wait_for()
+    assert listed.all_inner_texts() == ["3. inner.lr = 0.0002 Refused: its round is over."]
 
 
 def test_departed_peers_stay_in_the_table_in_grey_for_an_hour(village: Scene, tab: Dashboard) -> None:
