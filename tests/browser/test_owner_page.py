@@ -165,6 +165,20 @@ def test_departed_peers_stay_in_the_table_in_grey_for_an_hour(village: Scene, ta
     assert tab.serious() == []
 
 
+def test_peer_table_shows_owners_if_there_are_any(village: Scene, tab: Dashboard) -> None:
+    tab.view("Swarm")
+    table = tab.page.get_by_role("region", name="Peers, table")
+    table.locator("tbody tr").filter(has_text="attic").wait_for()
+    assert table.get_by_role("button", name="Owner").count() == 0
+    shed, attic, *others = village.report.swarm
+    anna = {"owner": "12D3KooWannas0", "owner_name": "Anna", "team": "Street 7"}
+    village.show(swarm=(shed, attic.model_copy(update=anna), *others))
+    table.get_by_role("button", name="Owner").click()
+    told = table.locator("tbody tr").first.inner_text()
+    assert "Anna annas0" in told and "Street 7" in told, told
+    assert tab.overflow_px() == 0 and tab.serious() == []
+
+
 def test_table_of_a_large_swarm_shows_a_hundred_peers_and_this_node_at_first(village: Scene, tab: Dashboard) -> None:
     own, *others = village.report.swarm
     slow = own.model_copy(update={"tokens_per_second": 0.0})

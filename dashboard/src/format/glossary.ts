@@ -31,6 +31,7 @@ export const EXPLANATIONS: Record<string, string> = {
   "Busy, mean": "The share of time in which the members' devices compute instead of waiting, on average.",
   "Tokens seen": "Tokens that all members together have trained on since the run began.",
   Members: "Members that take part at this moment, and all that ever contributed.",
+  Owner: "Whose machine this is, with the end of the owner's key and the team. Machines with the same key belong to one owner.",
   Phase: "What the member does now. A member that left or does not answer stays here for an hour.",
   "Tokens/s": "Tokens that the member trains on in a second.",
   Busy: "The share of the last round's time in which the member's device computed.",

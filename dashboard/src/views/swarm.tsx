@@ -77,11 +77,12 @@ const RoundsOf = ({ rounds }: { rounds: Signal<RoundRecord[] | null> }) => <Roun
 
 function Peers({ swarm }: { swarm: Signal<SwarmTable | null> }) {
   const { peers, departed } = swarm.value ?? { peers: null, departed: [] };
+  const rows = outside.value ? [] : [...withOwnStatus(peers ?? []), ...(departed ?? []).map(asRow)];
   return (
     <Table
       caption="Peers"
-      columns={PEERS}
-      rows={outside.value ? [] : [...withOwnStatus(peers ?? []), ...(departed ?? []).map(asRow)]}
+      columns={rows.some(hasOwner) ? PEERS : PEERS.filter((column) => column !== OWNER)}
+      rows={rows}
       id={(peer) => peer.peer_id}
       first={{ column: "tokens_per_second", descending: true }}
       rowClass={(peer) => (peer.gone ? "departed" : peer.this_node ? "marked" : undefined)}
@@ -145,6 +146,25 @@ function Sums({ swarm }: { swarm: Signal<SwarmTable | null> }) {
 
 const AGREES = { true: "agrees", false: "differs" } as const;
 
+/** Whether the machine belongs to an owner with a name or with several machines. */
+const hasOwner = (peer: PeerRow) => peer.owner_name !== "" || (peer.owner !== "" && peer.owner !== peer.peer_id);
+
+/** The end of the owner's key tells owners of one name apart. */
+const OWNER: Column<Row> = {
+  id: "owner",
+  label: "Owner",
+  key: (peer) => (hasOwner(peer) ? peer.owner_name.toLowerCase() || peer.owner : null),
+  cell: (peer) =>
+    hasOwner(peer) ? (
+      <>
+        {peer.owner_name && <Name text={peer.owner_name} most={28} />} <code class="id">{cleanName(peer.owner.slice(-6), 8)}</code>
+        {peer.team && <small class="team"><Name text={peer.team} most={28} /></small>}
+      </>
+    ) : (
+      NONE
+    ),
+};
+
 const PEERS: Column<Row>[] = [
   {
     id: "name",
@@ -157,6 +177,7 @@ const PEERS: Column<Row>[] = [
       </>
     ),
   },
+  OWNER,
   {
     id: "phase",
     label: "Phase",
