@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { formatHours, parseHours, week } from "../src/format/weekly-hours";
+import { formatHours, parseHours, week, zoneNote } from "../src/format/weekly-hours";
 
 test.each(["mon-fri 22:00-08:00", "sat,sun 00:00-24:00", "mon 09:00-17:30", "mon,wed,fri-sun 00:00-01:00"])("%s survives parsing and formatting", (text) => {
   const hours = parseHours(text);
@@ -23,4 +23,11 @@ test("a span over midnight is split between both days", () => {
   expect(spans[0]).toEqual([[0, 8]]);
   expect(week([{ days: [1], from: "22:00", to: "24:00" }])[2]).toEqual([]);
   expect(week([{ days: [1], from: "08:00", to: "08:00" }])[2]).toEqual([[0, 8]]);
+});
+
+test("hours name their time zone, and that of the browser if it is another one", () => {
+  expect(zoneNote("Europe/Berlin", "Europe/Berlin")).toBe("Times are in Europe/Berlin.");
+  expect(zoneNote("Etc/UTC", "UTC")).toBe("Times are in Etc/UTC.");
+  expect(zoneNote("Europe/Berlin", "Asia/Tokyo")).toBe("Times are in Europe/Berlin. This browser is in Asia/Tokyo.");
+  expect(zoneNote("machine", "UTC")).toBe("Times are in the time zone of the node's machine. This browser is in UTC.");
 });

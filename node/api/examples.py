@@ -87,7 +87,7 @@ LOG_LINE = LogLine(
 )
 CONFIG = models.ResolvedConfig(
     config={"limits": {"upload_mbit_s": 20.0}}, origins={"limits.upload_mbit_s": "settings page"},
-    changeable={"limits.upload_mbit_s": "now"}, cores=8, pending_restart=(),
+    changeable={"limits.upload_mbit_s": "now"}, cores=8, timezone="Europe/Berlin", pending_restart=(),
 )
 HEALTH = models.Health(ok=True, phase=Phase.TRAINING, code="training")
 HISTORY = models.History(

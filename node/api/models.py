@@ -85,6 +85,8 @@ class ResolvedConfig(Value):
     (pause and resume)."""
     cores: int
     """Processor cores that this node may use."""
+    timezone: str
+    """The time zone of `schedule.active`, such as `Europe/Berlin`; `machine` if the machine's has no name."""
     pending_restart: tuple[str, ...]
     """Keys that changed after the worker started and apply from its next start."""
 

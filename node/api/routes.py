@@ -358,6 +358,7 @@ def _add_config(router: APIRouter, settings: Settings) -> None:
             origins=dict(configured.origins),
             changeable=dict(configured.changeable),
             cores=usable_cores(),
+            timezone=configured.config.schedule.zone.key,
             pending_restart=configured.pending_restart,
         )
 

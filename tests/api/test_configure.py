@@ -11,6 +11,7 @@ import pytest
 
 from node.config.loader import known_keys, load
 from node.config.overrides import CHANGEABLE
+from node.config.weekly_hours import machine_zone
 from node.daemon.live_config import LiveConfig
 from tests.api.conftest import ClientMaker, FakeNode
 from tests.api.daemon import Daemon, wait_for
@@ -25,14 +26,15 @@ def test_every_setting_that_the_api_can_change_exists_in_the_configuration() -> 
 
 
 def test_patch_changes_the_configuration_and_returns_the_result(client: ClientMaker, fake_node: FakeNode) -> None:
-    patch = {"limits": {"upload_mbit_s": 20}, "schedule": {"active": ["sat 10:00-12:00"]}}
+    patch = {"limits": {"upload_mbit_s": 20}, "schedule": {"active": ["sat 10:00-12:00"], "timezone": "Asia/Tokyo"}}
+    assert client().get(PATH).json()["timezone"] == machine_zone().key
     response = client().request("PATCH", PATH, json=patch)
     assert response.status_code == 200, response.text
     answer = response.json()
     assert answer["config"]["limits"]["upload_mbit_s"] == 20
     assert answer["changeable"]["limits.upload_mbit_s"] == "now"
     assert answer["changeable"]["devices.micro_batch"] == "restart"
-    assert answer["pending_restart"] == []
+    assert (answer["pending_restart"], answer["timezone"]) == ([], "Asia/Tokyo")
     assert fake_node.config.schedule.active == ("sat 10:00-12:00",)
 
 

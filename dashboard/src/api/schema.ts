@@ -340,6 +340,7 @@ export interface ResolvedConfig {
   origins: Record<string, string>;
   changeable: Record<string, "now" | "restart">;
   cores: number;
+  timezone: string;
   pending_restart: string[];
 }
 

@@ -53,6 +53,21 @@ export function week(hours: Hours[]): [number, number][][] {
   return spans;
 }
 
+/** In which time zone the hours are. `node` is `machine` for a zone without a name. */
+export function zoneNote(node: string, browser: string): string {
+  const zone = node === "machine" ? "the time zone of the node's machine" : node;
+  return isSameZone(node, browser) ? `Times are in ${zone}.` : `Times are in ${zone}. This browser is in ${browser}.`;
+}
+
+function isSameZone(node: string, browser: string): boolean {
+  try {
+    // Names such as Etc/UTC and UTC are the same zone.
+    return new Intl.DateTimeFormat("en", { timeZone: node }).resolvedOptions().timeZone === browser;
+  } catch {
+    return false;
+  }
+}
+
 function parseDays(text: string): number[] | null {
   const found = new Set<number>();
   for (const part of text.toLowerCase().split(",")) {

@@ -7,6 +7,7 @@ import type { ResolvedConfig } from "../api/schema";
 import { Section } from "../components/text";
 import { clean } from "../format/sanitize";
 import { isRelay } from "../format/status-text";
+import { zoneNote } from "../format/weekly-hours";
 import { drafts, setDrafts } from "../state/drafts";
 import { reconnects, status } from "../state/store";
 import { About } from "./about";
@@ -207,6 +208,7 @@ interface RowProps {
   reset(): void;
 }
 
+const BROWSER_ZONE = new Intl.DateTimeFormat().resolvedOptions().timeZone;
 const OWN = "settings page";
 const LATER = "Takes effect after pause and resume.";
 
@@ -230,7 +232,7 @@ function Row({ field, config, later, value, isDraft, fault, draft, reset }: RowP
           change={draft}
         />
         <p class="quiet" id={`${id}-help`}>
-          {field.help} {!when && "Cannot change while the node runs."}
+          {field.help} {field.kind === "hours" && zoneNote(config.timezone, BROWSER_ZONE)} {!when && "Cannot change while the node runs."}
           {when === "restart" && !later && LATER} {origin && origin !== "default" && origin !== OWN && `From: ${clean(origin)}.`}
           {origin === OWN && when && (
             <button
