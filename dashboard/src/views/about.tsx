@@ -5,6 +5,7 @@ import { useEffect } from "preact/hooks";
 import { api } from "../api/client";
 import type { Version } from "../api/schema";
 import { Section } from "../components/text";
+import { dayAndClock, moment } from "../format/format";
 import { clean } from "../format/sanitize";
 import { reconnects, status } from "../state/store";
 
@@ -20,12 +21,14 @@ export function About() {
   }, [reconnects.value]);
   const now = status.value;
   const found = version.value;
+  const startedAt = moment(now?.node.started_at);
   const newer = now?.notices?.find((notice) => notice.code === "newer_version");
   const rows: [string, string | undefined][] = [
     ["diloco-node", found ? `${found.version}${found.revision ? ` (${found.revision.slice(0, 12)})` : ""}` : now?.node.version],
     ["torch", found?.torch],
     ["hivemind", found?.hivemind],
     ["Python", found?.python],
+    ["Started", startedAt === null ? undefined : dayAndClock(startedAt)],
     ["Data folder", now?.node.data_dir],
     ["Peer id", now?.node.peer_id],
     ["Run", now?.run.manifest_hash],

@@ -13,6 +13,7 @@ import { ContributionSection } from "./contributed";
 import { Devices } from "./devices";
 import { Headline } from "./headline";
 import { Journal } from "./journal";
+import { Limits } from "./limits";
 import { Month } from "./month";
 import { ownRun, RunCard } from "./run-card";
 import { TryModel } from "./try-model";
@@ -37,6 +38,7 @@ export function Overview() {
           <Devices devices={now.devices} phase={now.phase} />
         </Section>
       )}
+      <Limits status={now} />
       <Charts specs={relay ? RELAY_CHARTS : OVERVIEW_CHARTS} />
     </>
   );
