@@ -7,7 +7,7 @@ import type { History } from "../api/schema";
 import type { ChartSpec } from "../components/chart-options";
 import { Chart } from "../components/chart";
 import { Section } from "../components/text";
-import { EMPTY, merge, nextRequest, type Range, RANGES, refreshMs, same, startOf } from "../state/history";
+import { EMPTY, POINTS, type Range, RANGES, refreshMs, startOf } from "../state/history";
 import { reconnects, usePolling } from "../state/store";
 
 export function Charts({ specs }: { specs: ChartSpec[] }) {
@@ -69,13 +69,10 @@ export function useHistory(): Charts {
   usePolling(
     async () => {
       const wanted = range.peek();
-      const asked = nextRequest(have.peek(), wanted, Date.now() / 1000);
       try {
-        const fresh = await api.history(new Date(asked.since * 1000).toISOString(), asked.points);
+        const fresh = await api.history(new Date(startOf(wanted, Date.now() / 1000) * 1000).toISOString(), POINTS);
         if (range.peek() !== wanted) return 0;
-        const old = have.peek();
-        const next = asked.whole || !old ? fresh : merge(old, fresh, startOf(wanted, Date.now() / 1000));
-        if (!old || !same(old, next)) have.value = next;
+        have.value = fresh;
         absent.value = false;
       } catch (error) {
         absent.value = error instanceof ApiError && error.status === 404;
