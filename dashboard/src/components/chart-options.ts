@@ -23,8 +23,10 @@ export interface ChartSpec {
   title: string;
   lines: Line[];
   format(value: number | null | undefined): string;
-  /** Labels of the value axis, if `format` is too long. */
-  axis?(value: number): string;
+  /** Labels of the value axis, if `format` is too long. `step` is the distance between two. */
+  axis?(value: number, step: number): string;
+  /** Allowed distances between labels of the value axis, ascending. Labels of neighbours differ. */
+  steps?: number[];
   /** Full width. */
   wide?: boolean;
   /** Fixed limits of the value axis; by default they follow the data. */
@@ -62,10 +64,15 @@ export function options(spec: ChartSpec, width: number, onCursor: (at: number | 
     scales: { x: { time: true }, y: scale(spec) },
     axes: [
       { ...axis, grid: { show: false }, space: labelSpace, incrs: STEPS_S, size: 30, gap: 9, values: times },
-      { ...axis, size: 58, space: 34, values: (_plot, splits) => splits.map((at) => bare((spec.axis ?? spec.format)(at))) },
+      { ...axis, size: 58, space: 34, ...(spec.steps && { incrs: spec.steps }), values: (_plot, splits, _axis, _space, step) => labels(spec, splits, step) },
     ],
     series: [{}, ...stackedLines.map((line) => area(line, spec.bars ?? false)), ...otherLines.map(stroke)],
   };
+}
+
+/** The labels of the value axis. */
+export function labels(spec: ChartSpec, splits: number[], step: number): string[] {
+  return splits.map((at) => bare(spec.axis ? spec.axis(at, step) : spec.format(at)));
 }
 
 function scale(spec: ChartSpec): uPlot.Scale {
@@ -104,8 +111,8 @@ function stroke(line: Line): uPlot.Series {
 
 const HOUR = 3600;
 const DAY = 24 * HOUR;
-/** Allowed distances between labels of the time axis. */
-const STEPS_S = [
+/** Allowed distances between labels of durations and of the time axis, from a second on. */
+export const STEPS_S = [
   1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR,
   DAY, 2 * DAY, 7 * DAY, 14 * DAY, 28 * DAY, 56 * DAY, 112 * DAY, 365 * DAY,
 ];

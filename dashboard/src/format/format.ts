@@ -101,9 +101,9 @@ export function bare(text: string): string {
   return text.replace(/(\.\d*?)0+(?!\d)/, (_, digits: string) => (digits === "." ? "" : digits));
 }
 
-/** A number for axis labels, with at most four digits. */
-export function short(value: number): string {
-  return String(Number(value.toPrecision(4)));
+/** A number for axis labels, with the digits in which labels `step` apart differ. */
+export function inSteps(value: number, step: number): string {
+  return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
 }
 
 /** The next calendar day at `hour` o'clock local time, even if the clocks change in between. */

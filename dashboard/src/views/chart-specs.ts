@@ -1,13 +1,20 @@
 /** The charts of the page and their series. */
 
-import type { ChartSpec } from "../components/chart-options";
-import { bytesPerSecond, count, decimals, duration, percent, short, tokensPerSecond } from "../format/format";
+import { type ChartSpec, STEPS_S } from "../components/chart-options";
+import { bytesPerSecond, count, decimals, duration, inSteps, percent, tokensPerSecond } from "../format/format";
+
+/** 1, 2 and 5 times each power of ten. */
+const decimalSteps = (from: number, to: number) =>
+  Array.from({ length: to - from }, (_, at) => [1, 2, 5].map((one) => Number(`${one}e${from + at}`))).flat();
+/** For labels that are whole numbers. */
+const WHOLE = decimalSteps(0, 16);
 
 const LOSS: ChartSpec = {
   id: "loss",
   title: "Loss",
   format: (value) => decimals(value, 3),
-  axis: short,
+  axis: inSteps,
+  steps: decimalSteps(-6, 3),
   lines: [
     { key: "training_loss", label: "Training", colour: "--series-quiet", width: 1 },
     { key: "evaluation_loss", label: "Evaluation", colour: "--series-1", width: 2, sparse: true },
@@ -19,6 +26,7 @@ const SPEED: ChartSpec = {
   title: "Speed of this node",
   format: tokensPerSecond,
   axis: count,
+  steps: WHOLE,
   fromZero: true,
   lines: [{ key: "tokens_per_second", label: "This node", colour: "--series-1" }],
 };
@@ -45,6 +53,7 @@ const SYNC: ChartSpec = {
   id: "sync",
   title: "Sync by stage",
   format: duration,
+  steps: [...decimalSteps(-3, 0), ...STEPS_S],
   fromZero: true,
   bars: true,
   lines: [
@@ -60,6 +69,7 @@ const BYTES: ChartSpec = {
   id: "bytes",
   title: "Bytes",
   format: bytesPerSecond,
+  steps: WHOLE,
   fromZero: true,
   lines: [
     { key: "sent_bytes_per_second", label: "Sent", colour: "--series-2" },
@@ -72,6 +82,7 @@ const SWARM_SPEED: ChartSpec = {
   title: "Speed of the swarm",
   format: tokensPerSecond,
   axis: count,
+  steps: WHOLE,
   fromZero: true,
   lines: [{ key: "swarm_tokens_per_second", label: "All members", colour: "--series-1" }],
 };
@@ -80,6 +91,7 @@ const SWARM_PEERS: ChartSpec = {
   id: "swarm-peers",
   title: "Members training",
   format: count,
+  steps: WHOLE,
   fromZero: true,
   lines: [{ key: "swarm_peers", label: "Members", colour: "--series-2" }],
 };
