@@ -438,6 +438,33 @@ def test_keyboard_focus_stays_on_the_actions_when_a_button_disappears(village: S
     assert tab.focused() == "button Resume"
 
 
+def test_keyboard_focus_stays_near_a_button_that_is_disabled_or_disappears(village: Scene, tab: Dashboard) -> None:
+    tab.page.route("**/api/v1/generate", lambda route: route.fulfill(status=429, json={"detail": "It is busy."}))
+    tab.page.get_by_label("The model continues this text").fill("def")
+    tab.button("Continue").focus()
+    tab.page.keyboard.press("Enter")
+    tab.page.get_by_text("It is busy.").wait_for()
+    assert tab.focused() == "button Continue"
+
+    own, *others = village.report.swarm
+    rows = (others[0].model_copy(update={"peer_id": f"12D3KooW{n:044}"}) for n in range(117))
+    village.show(swarm=(own, *others, *rows))
+    tab.view("Swarm").button("Show all 121").focus()
+    tab.page.keyboard.press("Enter")
+    tab.button("Show all 121").wait_for(state="detached")
+    assert tab.focused().startswith("region ")
+
+    found = tab.page.evaluate("fetch('/api/v1/config').then((answer) => answer.json())")
+    saved = {"GET": {"schedule.active": "settings page"}, "PATCH": {}}
+    tab.page.route(
+        "**/api/v1/config", lambda route: route.fulfill(json=found | {"origins": saved[route.request.method]})
+    )
+    tab.view("Settings").button("Reset to default : Hours").focus()
+    tab.page.keyboard.press("Enter")
+    tab.button("Reset to default : Hours").wait_for(state="detached")
+    assert tab.focused().startswith("group ")
+
+
 def test_node_outside_the_swarm_shows_neither_members_nor_a_time_at_which_it_would_start(
     village: Scene, tab: Dashboard
 ) -> None:

@@ -63,7 +63,15 @@ export function Table<Row>({ caption, columns, rows, id, first, empty, rowClass 
       </table>
       {!rows.length && <p class="empty">{empty}</p>}
       {shown.length < rows.length && (
-        <button type="button" class="button" onClick={() => setWhole(true)}>
+        <button
+          type="button"
+          class="button"
+          onClick={({ currentTarget }) => {
+            // The button disappears, so the table takes the keyboard focus.
+            currentTarget.closest<HTMLElement>(".scroller")?.focus({ preventScroll: true });
+            setWhole(true);
+          }}
+        >
           Show all {rows.length}
         </button>
       )}

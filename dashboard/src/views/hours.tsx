@@ -16,7 +16,7 @@ export function HoursEditor({ id, value, disabled, describedBy, change }: Props)
   const parsed = value.map(parseHours);
   const set = (at: number, text: string) => change(value.map((old, index) => (index === at ? text : old)));
   return (
-    <div class="hours" id={id} role="group" aria-labelledby={`${id}-label`} aria-describedby={describedBy}>
+    <div class="hours" id={id} role="group" tabIndex={-1} aria-labelledby={`${id}-label`} aria-describedby={describedBy}>
       <Week hours={parsed.filter((hours) => hours !== null)} always={!value.length} />
       {value.map((text, at) => {
         const hours = parsed[at];

@@ -46,7 +46,8 @@ export function TryModel() {
           onInput={(event) => (prompt.value = event.currentTarget.value)}
         />
         <p>
-          <button type="submit" class="button" disabled={busy.value || !prompt.value}>
+          {/* A disabled button would lose the keyboard focus. */}
+          <button type="submit" class="button" disabled={!prompt.value} aria-disabled={busy.value}>
             {busy.value ? "The model is loading" : "Continue"}
           </button>{" "}
           <span class="quiet">Uses the newest checkpoint. It takes some seconds, and training has priority.</span>
