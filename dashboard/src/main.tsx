@@ -1,5 +1,6 @@
 /** Starts the page: token, theme, feed, application. */
 
+import { computed } from "@preact/signals";
 import { render } from "preact";
 import { followLock, takeToken } from "./api/client";
 import { App } from "./app";
@@ -7,7 +8,7 @@ import { startTheme } from "./components/theme";
 import { setDrafts, watchDrafts } from "./state/drafts";
 import { watchVisits } from "./state/visits";
 import { startNotifications } from "./state/notifications";
-import { start } from "./state/store";
+import { start, status } from "./state/store";
 import "./style/base.css";
 import "./style/shell.css";
 import "./style/overview.css";
@@ -21,7 +22,7 @@ followLock(() => {
   location.reload();
 });
 startTheme();
-watchDrafts();
+watchDrafts(computed(() => status.value?.node.peer_id ?? ""));
 watchVisits();
 start();
 startNotifications();

@@ -1,5 +1,4 @@
 import { expect, test } from "vitest";
-import { parseDrafts } from "../src/state/drafts";
 import {
   ADVANCED, byKey, GROUPS, patch, type Preset, presetOf, PRESETS, presetValues, sameValue, valueAt,
 } from "../src/views/setting-fields";
@@ -56,9 +55,4 @@ test("every setting explains itself, and a preset changes only settings that are
   const keys = fields.map((field) => field.key);
   expect(new Set(keys).size).toBe(keys.length);
   for (const preset of PRESETS) for (const key of Object.keys(presetValues(preset, 4))) expect(keys).toContain(key);
-});
-
-test("stored drafts that are damaged count as none", () => {
-  expect(parseDrafts('{"node.name": "x"}')).toEqual({ "node.name": "x" });
-  for (const text of [null, "", "{", "[1]", "null", "3"]) expect(parseDrafts(text)).toEqual({});
 });
