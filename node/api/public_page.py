@@ -37,7 +37,7 @@ def render(run: PublicRun) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(run.name or "A run")} in training</title>
+<title>{escape(run.name or "A run")}: {escape(STATES[run.state])}</title>
 <link rel="stylesheet" href="public.css">
 </head>
 <body>
@@ -139,7 +139,7 @@ def _tasks(run: PublicRun) -> str:
     """The scores in evaluation tasks, if members evaluate on some."""
     if not run.task_scores:
         return ""
-    rows = [(escape(one.name), f"{one.score:.4f}", f"{one.members}") for one in run.task_scores]
+    rows = [(escape(one.name), f"{one.score:.4f}", f"{one.members:,}") for one in run.task_scores]
     table = _table("tasks", ("Task", "Score", "Members"), ("", "number", "number"), rows)
     note = f"Medians of the members that evaluated the model after round {run.task_scores[0].round:,}."
     return f'<section class="card"><h2>What it can do</h2>{table}<p class="quiet">{note}</p></section>'
@@ -338,7 +338,7 @@ def short(number: float | None) -> str:
     if number is None:
         return "unknown"
     for limit, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= limit:
+        if number >= 0.9995 * limit:  # 999.5 has no three digits without an exponent.
             return f"{number / limit:.3g}{unit}"
     return f"{number:.3g}"
 

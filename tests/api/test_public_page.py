@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,7 @@ def test_paused_run_is_shown_as_paused_and_without_an_end(node: FakeNode) -> Non
     assert (public(node)["state"], public(node)["ends_at"]) == ("paused", None)
     page = client(node, public=True).get("/public/").text
     assert '<p class="eyebrow">Paused</p>' in page and ">Ada <code" in page
+    assert f"<title>{escape(EVIL)}: Paused</title>" in page
 
 
 @pytest.mark.parametrize(
@@ -532,6 +534,7 @@ def test_table_of_credit_is_read_once_for_each_version_of_its_file(node: FakeNod
 
 def test_numbers_and_ticks_are_round() -> None:
     assert [short(n) for n in (None, 0, 7, 999, 1234, 5.6e10)] == ["unknown", "0", "7", "999", "1.23 k", "56 G"]
+    assert [short(n) for n in (999.4, 999.7, 999_499, 999_600)] == ["999", "1 k", "999 k", "1 M"]
     assert nice_ticks(2.9, 8.7) == [4, 6, 8]
     assert nice_ticks(0.011, 0.048) == [0.02, 0.03, 0.04]
 
