@@ -36,7 +36,7 @@ test("unknown phases and reachabilities have a text", () => {
   expect(reach("direct")).not.toBe(reach("none"));
   expect(reach("none", "not_tested")).toContain("Not tested yet");
   expect(reach("none", "not_reached")).toBe(reach("none"));
-  expect(reach("none", "not_reached", true)).toContain("carries no calls");
+  expect(reach("none", "not_reached", true)).toContain("relays nothing");
   expect(reach("direct", "", false, true)).toBe("Members on this network can reach this node directly.");
   expect(reach("relay", "", false, true)).toBe(reach("relay"));
 });

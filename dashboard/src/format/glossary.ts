@@ -6,12 +6,11 @@ export const EXPLANATIONS: Record<string, string> = {
   Text: "What the model learns from. Each member reads other parts of it.",
   "Your share": "The part of all tokens of the run that this node has contributed.",
   Rank: "This node's place among all members that ever contributed, by tokens.",
-  "Rounds with others": "The rounds of this machine with at least one other member, and the share that took in its work.",
+  "Rounds with others": "Rounds with at least one other member whose result includes this node's work, and in how many this node took part.",
   Streak: "The newest rounds in a row that include this node's work.",
   "Time left": "An estimate from the speed of the newest rounds. It changes when members come and go.",
   // This node
-  Tokens: "A token is a piece of text, about three quarters of a word. The model is trained one token at a time.",
-  Rounds: "Rounds whose result includes this node's work.",
+  Tokens: "A token is a piece of text: a byte, a part of a word or a word, as the run divides it. The model learns to predict the next one.",
   "Compute time": "How long the device of this node has computed for the run.",
   "Busy, last round": "The share of the last round's time in which the device computed instead of waiting.",
   Sent: "Data sent to other members since this node was made.",
@@ -38,11 +37,12 @@ export const EXPLANATIONS: Record<string, string> = {
   Transport: "How this node reaches the member: directly, or over another member that relays.",
   State: "Whether the member's model is the same as this node's after the same round, bit for bit.",
   "Last seen": "When this node last heard of the member.",
+  Rounds: "Rounds whose result includes the member's work.",
   "Last round": "The newest round that includes the member's work.",
   // Stages of a round
   rendezvous: "The members of the round find each other.",
   reduce: "They exchange their work and average it.",
-  commit: "More than half of them confirm the result, which makes it final.",
+  commit: "Enough members confirm the result, which makes it final: as a rule more than half of those in the last round.",
   apply: "Each member takes the result into its model.",
   "Training paused for sync": "How long the device waited while the members averaged their work.",
   // Charts

@@ -183,7 +183,7 @@ const UNTESTED = new Set(["not_tested", "disputed"]);
 /** How others reach this node. `nearby`: only from this machine or network, as far as is known. */
 export function reach(reachability: string, code?: string, relay = false, nearby = false): string {
   if (code !== undefined && UNTESTED.has(code)) return "Not tested yet. It is unknown whether other members can reach this node.";
-  if (relay && reachability === "none") return "Other members cannot connect to this relay, so it carries no calls.";
+  if (relay && reachability === "none") return "Other members cannot connect to this relay, so it relays nothing.";
   if (nearby && reachability === "direct") return "Members on this network can reach this node directly.";
   return REACH[reachability] ?? reachability;
 }
