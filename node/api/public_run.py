@@ -1,4 +1,4 @@
-"""What everybody may know of a run: the content of the public page. It names no machine, address or path."""
+"""What everybody may know of a run: the content of the public page. It contains no host name, address or path."""
 
 from __future__ import annotations
 
