@@ -98,6 +98,11 @@ def test_newest_text_of_the_model_is_shown_as_plain_text(village: Scene, tab: Da
     shown.filter(has_text="<img src=x onerror=alert(1)>").wait_for()
     assert "\u202e" not in shown.inner_text()
     assert shown.locator("img").count() == 0
+    tab.page.set_viewport_size(NARROW)
+    long = Sample(round=42, prompt="a", text=" " * 60 + "word" * 60)
+    village.show(training=village.report.training.model_copy(update={"samples": (long,)}))
+    shown.filter(has_text="wordword").wait_for()
+    assert tab.overflow_px() <= 0
 
 
 def test_newest_text_of_the_model_stays_while_the_node_is_paused(village: Scene, context: BrowserContext) -> None:
