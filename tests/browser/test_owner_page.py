@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from playwright.sync_api import BrowserContext
+from playwright.sync_api import BrowserContext, Route
 
 from node.api.node_interface import RecentWork
 from node.status import GovernanceInfo, PauseInfo, Phase, RefusedAmendment, Sample, TrainingInfo
@@ -388,6 +389,24 @@ def test_node_without_a_name_is_called_by_the_end_of_its_peer_id(village: Scene,
     header.get_by_text(KEYS["shed"][-6:], exact=True).wait_for()
     village.show(peer_id="")  # as before the worker's first report
     header.get_by_text("diloco-node", exact=True).wait_for()
+
+
+def test_points_of_a_chart_have_one_resolution_also_after_a_refresh(village: Scene, context: BrowserContext) -> None:
+    """The node chooses the step by the length of the time that is asked for and by the number of points."""
+    asked: list[tuple[float, str]] = []
+
+    def answer(route: Route) -> None:
+        query = parse_qs(urlsplit(route.request.url).query)
+        since_s = datetime.fromisoformat(query["since"][0]).timestamp()
+        asked.append((time.time() - since_s, query["points"][0]))
+        route.fulfill(json={"step_s": 10.0, "at_s": [time.time() // 10 * 10], "series": {"training_loss": [2.0]}})
+
+    context.route("**/api/v1/history*", answer)
+    page = village.open(context).page
+    for _ in range(2):
+        page.wait_for_event("response", lambda response: "/api/v1/history" in response.url)
+    assert {points for _, points in asked} == {"240"}
+    assert all(span_s == pytest.approx(3600, abs=30) for span_s, _ in asked), asked
 
 
 def test_number_can_be_typed_digit_by_digit(tab: Dashboard) -> None:
