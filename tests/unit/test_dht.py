@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +21,21 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
-from node.swarm.transport import dht
+from node.swarm.identity import load_identity
 from tests.event_loop import in_loop
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import P2P
+    from hivemind.proto import dht_pb2
+    from hivemind.utils.serializer import MSGPackSerializer
+    from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
+
+    from node.swarm.transport import dht
+    from node.swarm.transport.p2pd import DaemonOptions, start_daemon
 
 NESTED = """
 import msgpack, warnings
@@ -110,6 +126,49 @@ async def test_a_hostile_result_does_not_hide_the_records_of_other_nodes() -> No
         assert await protocol.call_find(peer, [key]) == {key: (None, {"nearest": "other"})}
     for peer in ("honest", "empty", "silent"):
         assert await protocol.call_find(peer, [key]) == answers[peer]
+
+
+class RefuseAfter(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """Refuses records that expire later than this."""
+
+    def __init__(self, latest: float) -> None:
+        self._latest = latest
+
+    def validate(self, record: DHTRecord) -> bool:
+        return bool(record.expiration_time < self._latest)
+
+
+@asynccontextmanager
+async def open_nodes(folder: Path, *validators: RecordValidatorBase) -> AsyncIterator[list[dht.Dht]]:
+    """Nodes of one DHT, each with its own p2pd, that are connected to the first one and have met it."""
+    nodes: list[Any] = []
+    async with AsyncExitStack() as stop:
+        for number, validator in enumerate(validators):
+            key_file = folder / str(number) / "identity.key"
+            key_file.parent.mkdir()
+            load_identity(key_file)
+            daemon = await start_daemon(DaemonOptions(key_file, ["/ip4/127.0.0.1/tcp/0"]))
+            stop.push_async_callback(daemon.stop)
+            p2p = await dht.attach(daemon)
+            stop.push_async_callback(p2p.shutdown)
+            nodes.append(await dht.open_run_dht(p2p, validator))
+            stop.push_async_callback(nodes[-1].close)
+            if number:
+                await p2p._client.connect(*await nodes[0]._node.p2p._client.identify())
+                assert await nodes[-1].meet(nodes[0]._node.peer_id.to_base58())
+        yield nodes
+
+
+@pytest.mark.timeout(60)
+@in_loop
+async def test_a_record_that_the_reader_refuses_does_not_hide_the_others(tmp_path: Path) -> None:
+    now = get_dht_time()
+    async with open_nodes(tmp_path, RefuseAfter(now + 200), RefuseAfter(now + 120)) as (holder, reader):
+        for subkey, life_s in (("early", 60), ("late", 180)):
+            await holder.store("key", subkey, b"record", now + life_s)
+        reader._node.protocol.storage.clear()
+        assert await holder.lookup("key") == {"early": b"record", "late": b"record"}
+        assert await reader.lookup("key") == {"early": b"record"}
 
 
 def test_a_node_of_the_dht_holds_a_limited_number_of_records_under_a_key() -> None:

@@ -139,9 +139,7 @@ class ListingValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind h
     """Lets the DHT of the directory hold only signed listings, one for each key that signs, and MAX_LISTINGS in all.
 
     A full node refuses new signers and renews the listings that it has, so nobody can push out a run that is listed.
-
-    hivemind drops an answer of another node as a whole if one of its values is refused. So a reader refuses nothing
-    that depends on its clock: otherwise one listing at the limit would hide all others.
+    A reader holds none, so it has no such limit, and `read_listing` checks the expiry.
     """
 
     def __init__(self, *, is_reader: bool = False, clock: Callable[[], float] = get_dht_time) -> None:

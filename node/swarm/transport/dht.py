@@ -196,8 +196,25 @@ async def _create_node(p2p: P2P, validator: RecordValidatorBase, **options: Any)
     caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}
     node = await DHTNode.create(p2p=p2p, record_validator=validator, **caches, **options)
     node.protocol.storage, node.protocol.cache = BoundedStorage(), BoundedStorage()
+    _drop_invalid_records(node.protocol)
     _drop_late_results(node.protocol)
     return node
+
+
+def _drop_invalid_records(protocol: DHTProtocol) -> None:
+    """Let the DHT drop the invalid records of a dictionary and keep the others.
+
+    hivemind refuses the whole dictionary. One record that expires too late by a reader's clock would hide all others.
+    """
+
+    def keep_valid(key: bytes, dictionary: DictionaryDHTValue) -> bool:
+        with dictionary.freeze():
+            for subkey, (value, expires_at) in list(dictionary.items()):
+                if not protocol._validate_record(key, protocol.serializer.dumps(subkey), value, expires_at):
+                    del dictionary[subkey]
+        return bool(dictionary)
+
+    protocol._validate_dictionary = keep_valid
 
 
 def _drop_late_results(protocol: DHTProtocol) -> None:
