@@ -15,10 +15,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import p2pd_pb2
 
 from node.swarm.identity import load_identity, new_identity
-from node.swarm.transport.control import ControlClient
-from node.swarm.transport.dht import DAEMON_ERRORS, attach
-from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
-from tests.event_loop import in_loop
+from tests.event_loop import in_loop, until
 
 
 def open_sockets() -> int:
@@ -79,3 +76,31 @@ async def test_an_answer_to_a_call_that_was_just_cancelled_does_not_make_the_nod
     finally:
         await p2p.shutdown()
         await daemon.stop()
+
+
+@pytest.mark.timeout(60)
+@in_loop
+async def test_a_handler_that_its_caller_cancels_is_forgotten(tmp_path_factory: pytest.TempPathFactory) -> None:
+    served, one = await start(tmp_path_factory.mktemp("served"))
+    calling, other = await start(tmp_path_factory.mktemp("calling"))
+    begun = asyncio.Event()
+
+    async def hang(_request: bytes, _caller: PeerID) -> bytes:
+        begun.set()
+        await asyncio.Future()
+        return b""
+
+    try:
+        await one._client.add_unary_handler("/hang", hang)
+        await other._client.connect(*await one._client.identify())
+        call = asyncio.create_task(other._client.call_unary_handler(one.peer_id, "/hang", b""))
+        await asyncio.wait_for(begun.wait(), 10)
+        handlers = one._client.control._handler_tasks
+        assert len(handlers) == 1
+        call.cancel()
+        await until(lambda: not handlers, 10)
+    finally:
+        await one.shutdown()
+        await other.shutdown()
+        await served.stop()
+        await calling.stop()

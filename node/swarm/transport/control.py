@@ -66,13 +66,22 @@ class _WaitingCalls(dict[Any, "asyncio.Future[Any]"]):
         return future is not None and not future.done()
 
 
-def ignore_late_answers(client: Client) -> None:
-    """Let the client drop the answer to a call that has just been cancelled.
+class _RunningHandlers(dict[Any, "asyncio.Task[Any]"]):
+    """The handlers of peers' calls that are running. hivemind keeps those that were cancelled, with their requests."""
+
+    def __setitem__(self, call_id: Any, task: asyncio.Task[Any]) -> None:
+        super().__setitem__(call_id, task)
+        task.add_done_callback(lambda _task: self.pop(call_id, None))
+
+
+def forget_cancelled_calls(client: Client) -> None:
+    """Let the client drop the answer to a call that has just been cancelled, and forget handlers that were cancelled.
 
     In hivemind, such an answer ends the task that reads p2pd's messages. The node would neither get another answer from
     the DHT nor answer one question, until it is restarted.
     """
     client.control._pending_calls = _WaitingCalls(client.control._pending_calls)
+    client.control._handler_tasks = _RunningHandlers()
 
 
 def log_task_errors(client: Any) -> None:

@@ -23,7 +23,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
-from node.swarm.transport.control import close_failed_requests, ignore_late_answers, log_task_errors
+from node.swarm.transport.control import close_failed_requests, forget_cancelled_calls, log_task_errors
 from node.swarm.transport.p2pd import Daemon
 from node.swarm.transport.wire import MALFORMED_ERRORS
 
@@ -122,7 +122,7 @@ async def attach(daemon: Daemon, p2p_class: type[P2P] = GuardedP2P) -> P2P:
     attached: Any = type(p2p_class.__name__, (p2p_class,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
     p2p = await attached.replicate(Multiaddr(daemon.control))
     close_failed_requests(p2p._client)
-    ignore_late_answers(p2p._client)
+    forget_cancelled_calls(p2p._client)
     return p2p
 
 
