@@ -29,7 +29,7 @@ from node.config.manifest import Invite, Manifest, read_manifest
 from node.errors import ManifestError, PeerError, ProtocolError, SwarmError
 from node.multiaddress import parse
 from node.swarm.identity import SIGNATURE_BYTES, Identity, load_identity, verify
-from node.swarm.transport.address_scope import LocalAddresses, read_interfaces
+from node.swarm.transport.address_scope import LocalAddresses, group_by_peer, read_interfaces
 from node.swarm.transport.dht import Dht
 from node.swarm.transport.libp2p import Libp2pWire, open_wire
 from node.swarm.transport.p2pd import DaemonOptions
@@ -318,10 +318,7 @@ class DirectoryReader:
 
     async def answering(self, run: ListedRun) -> tuple[str, ...]:
         """The run's addresses at which a peer serves its manifest."""
-        by_peer: dict[str, list[str]] = {}
-        for address in run.addresses:
-            by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-        answers = await asyncio.gather(*(self._serves(run, *peer) for peer in by_peer.items()))
+        answers = await asyncio.gather(*(self._serves(run, *peer) for peer in group_by_peer(run.addresses).items()))
         return tuple(address for addresses in answers for address in addresses)
 
     async def _serves(self, run: ListedRun, peer_id: str, addresses: Sequence[str]) -> Sequence[str]:

@@ -20,6 +20,7 @@ from node.host.files import write_whole
 from node.status import MEMBER_PHASES, Channel
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.peer_table import MAX_VIA, PeerTable, Signed
+from node.swarm.transport.address_scope import group_by_peer
 from node.swarm.transport.libp2p import Libp2pWire, addresses_of, peer_of
 from node.swarm.transport.wire import Message, Service
 
@@ -212,7 +213,7 @@ class Discovery:
     async def _dial_all(self) -> None:
         self._postpone_redial()
         named = {address: await self._with_peer_id(address) for address in self._bootstrap}
-        by_peer = _by_peer([*filter(None, named.values()), *await self._cache.read()])
+        by_peer = group_by_peer([*filter(None, named.values()), *await self._cache.read()])
         by_peer.pop(self._wire.peer_id, None)
         answered = await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
         silent = [peer for peer, answer in zip(by_peer, answered, strict=True) if not answer]
@@ -224,7 +225,7 @@ class Discovery:
         self._postpone_redial()
         live = {record.peer_id for record in self._peer_table.live()}
         named = [address for address in self._bootstrap if "/p2p/" in address]
-        by_peer = _by_peer([*named, *await self._cache.read()])
+        by_peer = group_by_peer([*named, *await self._cache.read()])
         missing = [a for a in self._bootstrap if a not in named and self._peer_ids.get(a) not in live]
         missing += [peer for peer in by_peer if peer not in live]
 
@@ -356,18 +357,11 @@ async def _answer(_caller: str, _message: Message) -> Message:
 def merge_addresses(known: Sequence[str], live: Iterable[str]) -> list[str]:
     """Merge the addresses of live peers into those of the file, which are `known`."""
     in_file = set(known)
-    live_of = {peer: sorted(own, key=lambda a: a not in in_file)[:PER_PEER] for peer, own in _by_peer(live).items()}
+    by_peer = group_by_peer(live)
+    live_of = {peer: sorted(own, key=lambda a: a not in in_file)[:PER_PEER] for peer, own in by_peer.items()}
     kept = [address for own in live_of.values() for address in own]
     stay = sorted(in_file.intersection(kept), key=known.index)
     new = [address for address in kept if address not in in_file]
     gone = [address for address in known if address.rpartition("/p2p/")[2] not in live_of]
     first = [*stay, *new][: MAX_CACHED - min(len(gone), MAX_GONE)]
     return [*first, *gone][:MAX_CACHED]
-
-
-def _by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
-    """Group addresses by the peer id at their end."""
-    by_peer: dict[str, list[str]] = {}
-    for address in addresses:
-        by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-    return by_peer

@@ -7,7 +7,7 @@ network.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -94,6 +94,14 @@ def direct_address(ip: str, port: int) -> str:
 
 def with_peer(address: str, peer_id: str) -> str:
     return address if "/p2p/" in address else f"{address}/p2p/{peer_id}"
+
+
+def group_by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
+    """Group addresses by the peer id at their end."""
+    by_peer: dict[str, list[str]] = {}
+    for address in addresses:
+        by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    return by_peer
 
 
 @dataclass(frozen=True, slots=True)
