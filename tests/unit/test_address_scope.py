@@ -16,6 +16,7 @@ from node.swarm.transport.address_scope import (
     read_interfaces,
     scope_of,
     select_addresses,
+    sort_by_reach,
 )
 
 PEER, RELAY = new_identity().peer_id, new_identity().peer_id
@@ -118,3 +119,24 @@ def test_wildcard_listen_address_is_replaced_by_the_addresses_of_the_interfaces(
         "/ip4/127.0.0.1/tcp/7", "/ip4/192.168.1.2/tcp/7", "/ip6/2001:db8::2/tcp/8",
     ]  # fmt: skip
     assert interface_addresses(["/ip4/10.0.0.1/tcp/7", "/ip6/::/tcp/8"], interfaces[:1]) == ["/ip4/10.0.0.1/tcp/7"]
+
+
+def test_a_list_of_own_addresses_that_is_cut_keeps_both_ip_versions_and_the_widest_addresses() -> None:
+    bridges = [f"172.{17 + number}.0.1/16" for number in range(15)]
+    interfaces = tuple(
+        map(
+            ip_interface,
+            ("127.0.0.1/8", "192.168.1.2/24", *bridges, "8.8.8.8/24", "::1/128", "fd00::2/64", "2a00::1/64"),
+        )
+    )
+    own = interface_addresses(["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/7"], interfaces)
+    listed = sort_by_reach(own)
+    assert sorted(listed) == sorted(own)
+    assert listed[:5] == [
+        "/ip4/8.8.8.8/tcp/7",
+        "/ip6/2a00::1/tcp/7",
+        "/ip4/192.168.1.2/tcp/7",
+        "/ip6/fd00::2/tcp/7",
+        "/ip4/172.17.0.1/tcp/7",
+    ]
+    assert listed[-1] == "/ip4/127.0.0.1/tcp/7"

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import zip_longest
 
 import psutil
 
@@ -142,6 +143,19 @@ def interface_addresses(listen: Sequence[str], interfaces: Sequence[IPInterface]
         own = (one.ip for one in interfaces if one.ip.version == endpoint.ip.version)
         found += [direct_address(str(ip), endpoint.port) for ip in own if ip.version == 4 or not ip.is_link_local]
     return list(dict.fromkeys(found))
+
+
+def sort_by_reach(addresses: Iterable[str]) -> list[str]:
+    """Put the IP versions in turn, each with its widest scope first, so that the start of the list has some of each."""
+
+    def scope(address: str) -> Scope:
+        endpoint = parse_endpoint(address)
+        return endpoint.scope if endpoint is not None else Scope.HOST
+
+    by_version: dict[str, list[str]] = {}
+    for address in sorted(addresses, key=scope, reverse=True):
+        by_version.setdefault(address.split("/")[1], []).append(address)
+    return [address for turn in zip_longest(*by_version.values()) for address in turn if address is not None]
 
 
 def select_addresses(addresses: Sequence[str], local: LocalAddresses) -> tuple[list[str], list[str]]:

@@ -31,6 +31,7 @@ from node.swarm.transport.address_scope import (
     parse_endpoint,
     read_interfaces,
     select_addresses,
+    sort_by_reach,
     with_peer,
 )
 from node.swarm.transport.connection_health import BackoffSet, GrowingPauses, HalfOpenDetector
@@ -535,7 +536,10 @@ class Libp2pWire:
         return listener.peer_id
 
     async def addresses(self) -> list[str]:
-        """The addresses on which this node listens, each ending in /p2p/PEER_ID. Raises PeerError."""
+        """The addresses on which this node listens, each ending in /p2p/PEER_ID. Raises PeerError.
+
+        The order is that of `sort_by_reach`, because a peer record has room for few addresses.
+        """
         if self.listen_addresses:
             found = interface_addresses(self.listen_addresses, read_interfaces())
         else:
@@ -543,7 +547,7 @@ class Libp2pWire:
                 found = await self._client.listen_addresses()
             except DAEMON_ERRORS as exc:
                 raise PeerError(f"libp2p's daemon does not report its addresses ({exc!r})") from exc
-        return [with_peer(address, self.peer_id) for address in found]
+        return [with_peer(address, self.peer_id) for address in sort_by_reach(found)]
 
     async def keep_connected(self, peer_ids: Sequence[str]) -> set[str] | None:
         """Open missing connections to these peers. Returns all connected peers, or None if p2pd does not answer."""
