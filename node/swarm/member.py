@@ -461,8 +461,13 @@ class SwarmMember:
             return
         self._surroundings_at_s = now_s
         endpoints = [endpoint for endpoint in map(parse_endpoint, self._listening) if endpoint is not None]
+        interfaces = self.wire.local_addresses.interfaces
+        try:
+            interfaces = read_interfaces()
+        except OSError as exc:
+            logger.debug("The interfaces of this machine cannot be read, so the last known ones count: %s", exc)
         self.wire.local_addresses = LocalAddresses(
-            interfaces=read_interfaces(),
+            interfaces=interfaces,
             listening=frozenset((endpoint.host, endpoint.port) for endpoint in endpoints),
             observed=self.reachability.observed,
         )

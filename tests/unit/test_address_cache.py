@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from node.swarm.membership.discovery import MAX_CACHED, MAX_GONE, PER_PEER, merge_addresses
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+
+from node.swarm.identity import new_identity
+from tests.event_loop import in_loop
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.swarm.membership.discovery import MAX_CACHED, MAX_GONE, PER_PEER, AddressCache, merge_addresses
 
 
 def address(peer: str, port: int = 1) -> str:
@@ -33,3 +44,21 @@ def test_one_peer_takes_few_places_and_its_old_addresses_go_when_it_names_others
     merged = merge_addresses([], [address("a", port) for port in range(16)])
     assert merged == [address("a", port) for port in range(PER_PEER)]
     assert merge_addresses(merged, [address("a", 3), address("a", 77)]) == [address("a", 3), address("a", 77)]
+
+
+@in_loop
+async def test_a_disk_that_refuses_the_file_is_logged_once_until_a_write_succeeds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, live = tmp_path / "cache", [address(new_identity().peer_id)]
+    cache = AddressCache(folder / "peers.json")
+    for told in (1, 2):
+        for _ in range(3):
+            await cache.update(live)
+        assert sum(record.levelno == logging.WARNING for record in caplog.records) == told
+        folder.mkdir()
+        await cache.update(live)
+        assert await AddressCache(folder / "peers.json").read() == live
+        (folder / "peers.json").unlink()
+        folder.rmdir()
+        live.append(address(new_identity().peer_id))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import warnings
+from ipaddress import ip_interface
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +12,14 @@ import pytest
 
 from node.errors import PeerError
 from node.swarm.identity import new_identity
-from node.swarm.transport import libp2p
+from node.swarm.transport.address_scope import LocalAddresses
 from tests.event_loop import in_loop
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.swarm import member
+    from node.swarm.transport import libp2p
+
 
 PEERS = [new_identity().peer_id for _ in range(12)]
 
@@ -80,3 +89,33 @@ async def test_a_wire_forgets_the_addresses_of_the_peers_that_it_has_heard_of_le
     wire.learn("peer 3", ["/ip4/203.0.113.5/tcp/1"], inbound=False)
     assert list(wire._addresses) == ["peer 2", "peer 0", "peer 3"]
     assert wire._closed_to_dials == {"peer 0", "peer 3"} and list(wire.relayed_at_s) == ["peer 0"]
+
+
+@in_loop
+async def test_a_node_keeps_its_last_known_interfaces_while_they_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for module in (libp2p, member):
+        monkeypatch.setattr(module, "read_interfaces", fail)
+
+    async def peers() -> dict[str, list[str]]:
+        return {}
+
+    wire = make_wire(SimpleNamespace(peers=peers))
+    wire.listen_addresses = ["/ip4/0.0.0.0/tcp/7"]
+    with pytest.raises(PeerError, match="cannot be read"):
+        await wire.addresses()
+    known = wire.local_addresses = LocalAddresses(interfaces=(ip_interface("192.168.1.2/24"),))
+    node: Any = SimpleNamespace(
+        wire=wire,
+        peer_table=SimpleNamespace(live=lambda: ["me"]),
+        reachability=SimpleNamespace(observed=frozenset()),
+        _surroundings_at_s=-member.SURROUNDINGS_S,
+        _listening=(),
+        _seen={},
+    )
+    await member.SwarmMember._read_surroundings(node)
+    assert wire.local_addresses == known

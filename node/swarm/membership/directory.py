@@ -12,7 +12,7 @@ import random
 import secrets
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import zip_longest
@@ -341,7 +341,8 @@ async def open_reader(folder: Path) -> AsyncIterator[DirectoryReader]:
     load_identity(key_file)
     wire = await open_wire(DaemonOptions(key_file, ()), validator, validator, is_reader=True)
     try:
-        wire.local_addresses = LocalAddresses(interfaces=read_interfaces())
+        with suppress(OSError):
+            wire.local_addresses = LocalAddresses(interfaces=read_interfaces())
         yield DirectoryReader(wire)
     finally:
         await wire.close()

@@ -95,6 +95,8 @@ class AddressCache:
         self._path = path
         self._addresses: list[str] | None = None
         self._saved: list[str] = []
+        self._is_unsaved = False
+        """Whether the last write failed."""
         self._lock = asyncio.Lock()
 
     async def read(self) -> list[str]:
@@ -125,9 +127,12 @@ class AddressCache:
         try:
             write_whole(self._path, json.dumps({"addresses": addresses}, indent=1), forced=False)
         except OSError as exc:
-            logger.warning("The addresses of known peers could not be saved to %s: %s", self._path, exc)
-            return False
-        return True
+            level = logging.DEBUG if self._is_unsaved else logging.WARNING  # The write is tried every few seconds.
+            logger.log(level, "The addresses of known peers could not be saved to %s: %s", self._path, exc)
+            self._is_unsaved = True
+        else:
+            self._is_unsaved = False
+        return not self._is_unsaved
 
 
 class Discovery:

@@ -124,7 +124,7 @@ class LocalAddresses:
 
 
 def read_interfaces() -> tuple[IPInterface, ...]:
-    """The interface addresses of this thread's network namespace, including loopback."""
+    """The interface addresses of this thread's network namespace, including loopback. Raises OSError."""
     return tuple(
         ipaddress.ip_interface(f"{one.address.partition('%')[0]}/{int(ipaddress.ip_address(one.netmask)).bit_count()}")
         for addresses in psutil.net_if_addrs().values()

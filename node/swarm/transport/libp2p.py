@@ -540,13 +540,13 @@ class Libp2pWire:
 
         The order is that of `sort_by_reach`, because a peer record has room for few addresses.
         """
-        if self.listen_addresses:
-            found = interface_addresses(self.listen_addresses, read_interfaces())
-        else:
-            try:
+        try:
+            if self.listen_addresses:
+                found = interface_addresses(self.listen_addresses, read_interfaces())
+            else:
                 found = await self._client.listen_addresses()
-            except DAEMON_ERRORS as exc:
-                raise PeerError(f"libp2p's daemon does not report its addresses ({exc!r})") from exc
+        except DAEMON_ERRORS as exc:
+            raise PeerError(f"the addresses of this node cannot be read ({exc!r})") from exc
         return [with_peer(address, self.peer_id) for address in sort_by_reach(found)]
 
     async def keep_connected(self, peer_ids: Sequence[str]) -> set[str] | None:
