@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
+from ipaddress import ip_address, ip_interface
 from typing import Any
 
 import pytest
@@ -19,13 +21,14 @@ from node.swarm.connectivity.hole_punching import (
 )
 from node.swarm.identity import Identity, new_identity
 from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
+from node.swarm.transport.address_scope import LocalAddresses
 from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service
 from tests.event_loop import in_loop
 from tests.in_process import InProcessNetwork, InProcessWire
 
 RUN = "a" * 64
 OUTER = {"one": ("8.8.4.4", 40001), "other": ("9.9.9.9", 40002)}
-RELAY_IP = "11.0.1.2"
+RELAY_IP, RELAY_IP6 = "11.0.1.2", "2001:4860::9"
 
 
 class Wire(InProcessWire):
@@ -38,16 +41,19 @@ class Wire(InProcessWire):
         self.dialed: list[tuple[str, str, int]] = []
         self.dropped: list[str] = []
         self.connected: set[str] = set()
+        self.udp_versions = {4, 6}
+        self.local_addresses = LocalAddresses(interfaces=(ip_interface("192.168.1.2/24"),))
 
     async def connect_quic(self, peer_id: str, ip: str, port: int) -> None:
         self.dialed.append((peer_id, ip, port))
-        if not (self.network.relay_has_udp if peer_id == self.network.observer else self.network.nats_allow):
+        to_observer = self.network.relay_has_udp and ip_address(ip).version in self.udp_versions
+        if not (to_observer if peer_id == self.network.observer else self.network.nats_allow):
             raise PeerError("nobody", code="unreachable")
         self.connected.add(peer_id)
 
     async def seen(self) -> dict[str, tuple[str, ...]]:
         connected: dict[str, tuple[str, ...]] = dict.fromkeys(self.connected, ("8.8.8.8",))
-        return connected | {self.network.relay.peer_id: (RELAY_IP,)}
+        return connected | {self.network.relay.peer_id: (self.network.relay_seen_at,)}
 
     async def drop(self, peer_id: str) -> None:
         self.connected.discard(peer_id)
@@ -85,6 +91,7 @@ class FakeNetwork:
     def __init__(self) -> None:
         hub, self.relay = InProcessNetwork(), new_identity()
         self.observer, self.nats_allow, self.relay_has_udp = new_identity().peer_id, True, True
+        self.relay_seen_at = RELAY_IP
         relay_wire = InProcessWire(hub, self.relay.peer_id)
         relay_wire.serve({verb: Service(handler, Channel.DHT) for verb, handler in
                           (("observer", self._on_observer), ("outer", self._on_outer))})  # fmt: skip
@@ -200,6 +207,46 @@ async def test_relay_without_udp_is_not_asked_for_its_observer_again_soon() -> N
     for _ in range(3):
         await network.one_tries()
     assert len(network.one.wire.dialed) == 1 and network.other.wire.dialed == []
+
+
+@in_loop
+async def test_all_pauses_end_when_the_own_addresses_change() -> None:
+    network = FakeNetwork()
+    one, other = network.one, network.other
+    network.relay_has_udp = False
+    one.punching._end_pauses_after_move()
+    await network.one_tries()
+    one.punching._end_pauses_after_move()
+    assert one.tries() == []
+    one.wire.local_addresses = LocalAddresses(interfaces=(ip_interface("10.7.0.2/16"),))
+    network.relay_has_udp = True
+    one.punching._end_pauses_after_move()
+    assert one.tries() == [other.peer_id]
+    await network.one_tries()
+    assert (other.peer_id, *OUTER["other"]) in one.wire.dialed
+    one.wire.local_addresses = LocalAddresses(
+        interfaces=(*one.wire.local_addresses.interfaces, ip_interface("fe80::1/64"))
+    )
+    one.punching._end_pauses_after_move()
+    assert one.tries() == [], "a link-local address is no new network"
+
+
+@pytest.mark.parametrize("without", ["one", "other"])
+@in_loop
+async def test_members_try_ipv4_after_ipv6_has_failed_for_one_of_them(without: str) -> None:
+    network = FakeNetwork()
+    one, other = network.one, network.other
+    address = f"/ip6/{RELAY_IP6}/tcp/31337/p2p/{network.relay.peer_id}"
+    changes = {"number": 2, "addresses": (address, *network.relay_record.addresses)}
+    for member in (one, other):
+        member.peer_table.merge([sign_record(network.relay, network.relay_record.model_copy(update=changes))])
+    network.relay_seen_at = RELAY_IP6
+    getattr(network, without).wire.udp_versions = {4}
+    await network.one_tries()
+    assert (one.peer_id, *OUTER["one"]) not in other.wire.dialed
+    other.punching._answered_at_s.clear()
+    await network.one_tries()
+    assert (other.peer_id, *OUTER["other"]) in one.wire.dialed and (one.peer_id, *OUTER["one"]) in other.wire.dialed
 
 
 @in_loop

@@ -23,7 +23,7 @@ from node.host.printable import printable
 from node.status import Channel
 from node.swarm.identity import is_peer_id
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.transport.address_scope import Endpoint, Scope, parse_endpoint, scope_of
+from node.swarm.transport.address_scope import Endpoint, IPAddress, Scope, parse_endpoint, scope_of
 from node.swarm.transport.libp2p import Libp2pWire
 from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service
 
@@ -61,8 +61,9 @@ class HolePunching:
         self._answered_at_s: dict[str, float] = {}
         self._observers: dict[str, float] = {}
         """Peer id of an observer to the time at which the connection to it was last needed."""
-        self._blind_until_s: dict[str, float] = {}
-        """For each relay that did not answer over UDP, when it may be dialed again."""
+        self._blind_until_s: dict[tuple[str, str], float] = {}
+        """For each relay and kind of address that did not answer over UDP, when it may be dialed again."""
+        self._own_ips: frozenset[IPAddress] = frozenset()
         self._dials: set[asyncio.Task[None]] = set()
         """Dials for the attempts of others."""
         service = Service(self._on_punch, Channel.DHT, per_caller=1, admits=peer_table.is_member)
@@ -72,6 +73,7 @@ class HolePunching:
         """Make attempts, for ever."""
         try:
             while True:
+                self._end_pauses_after_move()
                 for record in self._candidates():
                     await self._try(record)
                 await self._leave_observers()
@@ -79,6 +81,14 @@ class HolePunching:
         finally:
             for task in self._dials:
                 task.cancel()
+
+    def _end_pauses_after_move(self) -> None:
+        """End all pauses if this machine's addresses have changed: in another network, other attempts succeed."""
+        own_ips = frozenset(one.ip for one in self._wire.local_addresses.interfaces if not one.ip.is_link_local)
+        if own_ips != self._own_ips:
+            self._own_ips = own_ips
+            for pauses in (self._failures, self._due_at_s, self._blind_until_s):
+                pauses.clear()
 
     def _candidates(self) -> list[PeerRecord]:
         """Members that this node calls only over relays. Of two members, the one with the smaller peer id tries."""
@@ -104,7 +114,7 @@ class HolePunching:
     async def _try(self, record: PeerRecord) -> None:
         peer_id = record.peer_id
         try:
-            relay, version = await self._find_observer(self._shared_relays(record))
+            relay, version = await self._find_observer(self._shared_relays(record), self._failures.get(peer_id, 0))
             await self._wire.call(peer_id, "punch", Message({"relay": relay, "version": version}), timeout_s=PUNCH_S)
             await self._dial(peer_id, await self._ask_observed(relay, peer_id, version))
         except PeerError as exc:
@@ -115,11 +125,11 @@ class HolePunching:
         pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(max(0, self._failures.get(peer_id, 0) - 1), 16))
         self._due_at_s[peer_id] = self._clock() + pause_s
 
-    async def _find_observer(self, relays: Sequence[str]) -> tuple[str, int]:
+    async def _find_observer(self, relays: Sequence[str], turn: int) -> tuple[str, int]:
         """Find a relay that receives UDP from this node. Returns its peer id and the IP version. Raises PeerError."""
         for relay in relays:
             try:
-                return relay, await self._connect_observer(relay, None)
+                return relay, await self._connect_observer(relay, None, turn)
             except PeerError as exc:
                 logger.debug("Relay %s does not see this node over UDP: %s", relay[-6:], exc)
         raise PeerError("no relay sees this node over UDP", code="no_relay")
@@ -154,12 +164,13 @@ class HolePunching:
         except PeerError as exc:
             logger.debug("The direct connection that %s asked for failed: %s", caller[-6:], exc)
 
-    async def _connect_observer(self, relay: str, version: int | None) -> int:
+    async def _connect_observer(self, relay: str, version: int | None, turn: int = 0) -> int:
         """Connect to a relay's observer over this IP version, or any if None. Returns the version. Raises PeerError."""
-        record, seen = self._peer_table.find(relay), await self._wire.seen()
-        endpoint = observer_endpoint(record.addresses if record else (), seen.get(relay, ()), version)
-        if self._clock() < self._blind_until_s.get(relay, 0.0):
-            raise PeerError("the relay did not answer over UDP before", code="no_relay")
+        record, seen, now_s = self._peer_table.find(relay), await self._wire.seen(), self._clock()
+        pauses = self._blind_until_s.items()
+        blind = tuple(f"/{kind}/" for (of, kind), until_s in pauses if of == relay and now_s < until_s)
+        addresses = [address for address in (record.addresses if record else ()) if not address.startswith(blind)]
+        endpoint = observer_endpoint(addresses, seen.get(relay, ()), version, turn)
         reply = await self._wire.call(relay, "observer", Message(), timeout_s=ASK_S)
         observer = printable(reply.header.get("peer"), 64)
         if not is_peer_id(observer):
@@ -170,7 +181,7 @@ class HolePunching:
         try:
             await self._wire.connect_quic(observer, endpoint.host, endpoint.port)
         except PeerError:
-            self._blind_until_s[relay] = self._clock() + BLIND_S
+            self._blind_until_s[relay, endpoint.kind] = self._clock() + BLIND_S
             raise
         return 6 if endpoint.kind == "ip6" else 4
 
@@ -189,10 +200,11 @@ class HolePunching:
             await self._wire.drop(observer)
 
 
-def observer_endpoint(addresses: Sequence[str], seen: Collection[str], version: int | None) -> Endpoint:
+def observer_endpoint(addresses: Sequence[str], seen: Collection[str], version: int | None, turn: int = 0) -> Endpoint:
     """The UDP endpoint of a relay's observer: the address and port number of a wide TCP endpoint of the relay.
 
-    Prefers an IP address in `seen`, at which this node sees the relay. Raises PeerError if no endpoint fits.
+    Prefers an IP address in `seen`, at which this node sees the relay. Without `version`, both IP versions have their
+    `turn`, because the other member may have only one. Raises PeerError if no endpoint fits.
     """
     fitting = [
         endpoint
@@ -203,8 +215,10 @@ def observer_endpoint(addresses: Sequence[str], seen: Collection[str], version: 
         and (version is None or endpoint.kind == f"ip{version}")
     ]
     if not fitting:
-        raise PeerError("a relay has no wide address that fits", code="no_relay")
-    return min(fitting, key=lambda endpoint: endpoint.host not in seen)
+        raise PeerError("a relay has no wide address that fits and has answered over UDP", code="no_relay")
+    fitting.sort(key=lambda endpoint: endpoint.host not in seen)
+    kinds = list(dict.fromkeys(endpoint.kind for endpoint in fitting))
+    return next(endpoint for endpoint in fitting if endpoint.kind == kinds[turn % len(kinds)])
 
 
 def read_observed(header: Mapping[str, Any], version: int) -> tuple[str, int]:
