@@ -223,8 +223,8 @@ class SwarmMember:
                 if died in done:
                     raise SwarmError("libp2p's daemon ended by itself.")
                 for task in done:
-                    task.result()
-                    raise SwarmError(f"A background task of the member ended: {task.get_name()}.")
+                    error = None if task.cancelled() else task.exception()
+                    raise error or SwarmError(f"A background task of the member ended: {task.get_name()}.")
         finally:
             died.cancel()
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from node.errors import SwarmError
-from node.swarm import member_thread
-from node.swarm.member_thread import SwarmThread
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # hivemind's imports
+    from node.swarm import member_thread
+    from node.swarm.member import SwarmMember
+    from node.swarm.member_thread import SwarmThread
 
 
 class FailingMember:
@@ -43,3 +49,17 @@ def test_an_error_of_the_program_that_ends_the_thread_is_logged_with_its_traceba
     with pytest.raises(SwarmError):
         thread.check()
     assert [record.exc_info is not None for record in caplog.records] == [True] * is_logged
+
+
+def test_a_background_task_that_ends_by_cancellation_ends_the_member_with_an_error() -> None:
+    """A cancelled `watch` would end the thread without a word to the trainer."""
+
+    async def run() -> None:
+        task = asyncio.create_task(asyncio.sleep(60))
+        task.cancel()
+        daemon = SimpleNamespace(died=asyncio.Event())
+        member: Any = SimpleNamespace(wire=SimpleNamespace(daemon=daemon), _tasks=[task])
+        with pytest.raises(SwarmError, match="background task"):
+            await SwarmMember.watch(member)
+
+    asyncio.run(run())

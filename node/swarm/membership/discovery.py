@@ -35,6 +35,7 @@ CHECK_S = 60.0  # Time between two checks of this node's relays, up to a quarter
 CHECK_CALL_S = 10.0
 GIVEN_UP_S = 600.0  # A relay that failed two checks is avoided for this time
 HOLD_S = 1.0
+SILENT_TRIES = 10  # libp2p's daemon hangs if it does not list its peers this many times in a row
 RECORD_LIFE_S = 60.0
 MAX_STORED_BYTES = 4096  # Limit on one record in the DHT; most records have 1 kB
 MAX_CACHED, MAX_GONE = 64, 16  # Addresses in the file, and places there for those of peers that are not live
@@ -301,9 +302,10 @@ class Discovery:
 
         All peers can call this node over its relays, which its record names. If this node has no inbound port, a peer
         can call it directly only over a connection that this node opened. The connection to a peer that falls silent is
-        closed, because it may be broken.
+        closed, because it may be broken. Raises SwarmError if libp2p's daemon hangs.
         """
         dropped: set[str] = set()
+        silent_tries = 0
         while True:
             self._update_wire()
             silent = set(self._peer_table.silent())
@@ -312,6 +314,9 @@ class Discovery:
             dropped = silent
             relays = self._choose_relays()
             connected = await self._wire.keep_connected([*relays, *([] if self.is_reached else self._callable(relays))])
+            silent_tries = silent_tries + 1 if connected is None else 0
+            if silent_tries >= SILENT_TRIES:
+                raise SwarmError("libp2p's daemon does not answer.")
             if connected is not None:
                 via = tuple(relay for relay in relays if relay in connected)
                 self._peer_table.update_own(via=via, relays=self._offers_relay and self.is_reached)
