@@ -7,14 +7,9 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from node.errors import SwarmError
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from node.swarm.membership import discovery as discovery_module
-    from node.swarm.membership.discovery import GIVEN_UP_S, SILENT_TRIES, Discovery
+    from node.swarm.membership.discovery import GIVEN_UP_S, Discovery
 
 RELAYS = [f"relay{number}" for number in range(10)]
 
@@ -89,20 +84,3 @@ def test_failing_relay_is_kept_if_it_is_the_only_relay() -> None:
 def test_node_with_an_inbound_port_does_not_check_its_relays() -> None:
     node = discovery(("relay1",), 1, "relay1", inbound=True)
     assert asyncio.run(check(node, 3))[0] == "relay1" and not node._wire.asked
-
-
-def test_a_daemon_that_does_not_list_its_peers_many_times_in_a_row_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = discovery((), 1)
-    node._peer_table.silent = node._peer_table.live = list
-    node._peer_table.update_own = lambda **_fields: None
-    node.is_reached = node._offers_relay = True
-    answers: list[set[str] | None] = [*[None] * (SILENT_TRIES - 1), set(), *[None] * SILENT_TRIES]
-
-    async def keep_connected(_peers: object) -> set[str] | None:
-        return answers.pop(0)
-
-    node._wire.keep_connected = keep_connected
-    monkeypatch.setattr(discovery_module, "HOLD_S", 0.0)
-    with pytest.raises(SwarmError, match="does not answer"):
-        asyncio.run(node.keep_connections())
-    assert answers == []

@@ -22,7 +22,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
 from node.swarm.identity import load_identity
-from tests.event_loop import in_loop
+from tests.event_loop import in_loop, until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -79,13 +79,14 @@ async def test_requests_and_replies_of_the_dht_are_limited(monkeypatch: pytest.M
         added[name] = handler
 
     monkeypatch.setattr(P2P, "add_protobuf_handler", add)
-    monkeypatch.setattr(P2P, "__del__", lambda _self: None)
     size = 10
 
     async def find(request: Any, _context: Any) -> Any:
         return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=bytes(size)) for _ in request.keys])
 
-    await dht.GuardedP2P.add_protobuf_handler(object.__new__(dht.GuardedP2P), "find", find, dht_pb2.FindRequest)
+    p2p = dht.GuardedP2P()
+    p2p._client_listen_maddr = None  # Its destructor reads it.
+    await p2p.add_protobuf_handler("find", find, dht_pb2.FindRequest)
     reply = await added["find"](dht_pb2.FindRequest(keys=[b"k%d" % n for n in range(dht.MAX_KEYS)]), None)
     assert len(reply.results) == dht.MAX_KEYS
     for request in (
@@ -169,6 +170,28 @@ async def test_a_record_that_the_reader_refuses_does_not_hide_the_others(tmp_pat
         reader._node.protocol.storage.clear()
         assert await holder.lookup("key") == {"early": b"record", "late": b"record"}
         assert await reader.lookup("key") == {"early": b"record"}
+
+
+@pytest.mark.timeout(60)
+@in_loop
+async def test_the_bytes_of_requests_and_replies_are_counted_at_both_ends(tmp_path: Path) -> None:
+    now = get_dht_time()
+    async with open_nodes(tmp_path, *2 * [RefuseAfter(now + 120)]) as nodes:
+        counted = [[0, 0], [0, 0]]
+
+        def count_into(totals: list[int]) -> dht.CountBytes:
+            def count(sent: int, received: int) -> None:
+                totals[0] += sent
+                totals[1] += received
+
+            return count
+
+        for node, totals in zip(nodes, counted, strict=True):
+            node.count_bytes(count_into(totals))
+        assert await nodes[0].store("key", "peer", bytes(1000), now + 60)
+        assert await nodes[1].lookup("key") == {"peer": bytes(1000)}
+        await until(lambda: counted[0] == counted[1][::-1], 10)
+        assert counted[0][0] > 2000, "the other node got the record to store it, and as an answer"
 
 
 def test_a_node_of_the_dht_holds_a_limited_number_of_records_under_a_key() -> None:

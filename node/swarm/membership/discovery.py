@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 RETRY_S, MAX_RETRY_S = 1.0, 15.0
 """Time between two searches of a node without peers. It doubles up to the maximum. A node with peers waits up to
 MAX_RETRY_S."""
+DHT_USERS = 4
+"""Peers of a run that use the DHT between two searches, on average. Each of them reads all records in the DHT ten
+times, so a node's traffic would grow with the run. Strangers need only some records, because gossip has all of them."""
 REDIAL_S = 60.0  # Time between two dials of known peers that are not live, up to a quarter more or less at random
 REDIALED = 8  # Peers dialed each time; few, so that a large swarm does not flood its bootstrap peers
 CHECK_S = 60.0  # Time between two checks of this node's relays, up to a quarter more or less at random
@@ -176,7 +179,8 @@ class Discovery:
         wait_s = RETRY_S
         while True:
             await self.dial_missing()
-            await self._use_dht()
+            if self._has_dht_turn():
+                await self._use_dht()
             await self._learn()
             is_alone = self._is_alone()
             wait_s = min(MAX_RETRY_S, 2 * wait_s) if is_alone else RETRY_S
@@ -273,6 +277,10 @@ class Discovery:
             return True
         await self._wire.dht.meet(peer_id)
         return True
+
+    def _has_dht_turn(self) -> bool:
+        """Whether this node uses the DHT now. Of all live peers, about DHT_USERS do between two searches."""
+        return self._rng.random() * len(self._peer_table.live()) < DHT_USERS
 
     async def _use_dht(self) -> None:
         """Store this node's record in the DHT, and read there the records of peers that are not known by gossip."""

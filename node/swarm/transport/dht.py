@@ -76,13 +76,23 @@ def limit_nesting() -> None:
     MSGPackSerializer._decode_ext_types = classmethod(decode_within_limit)
 
 
+CountBytes = Callable[[int, int], None]
+"""Counts bytes that were sent, and bytes that were received."""
+
+
 class GuardedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
-    """Refuses requests with many keys or bytes, and replies that are too long, before hivemind handles them."""
+    """Refuses requests with many keys or bytes, and replies that are too long, before hivemind handles them.
+
+    Counts the bytes of both, without the frames of libp2p.
+    """
+
+    count_bytes: CountBytes = staticmethod(lambda _sent, _received: None)
 
     async def add_protobuf_handler(
         self, name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_type: Any, **kwargs: Any
     ) -> None:
         async def guarded(request: Any, context: Any) -> Any:
+            self.count_bytes(0, request.ByteSize())
             keys = getattr(request, "keys", ())
             if len(keys) > MAX_KEYS or request.ByteSize() > MAX_REQUEST_BYTES:
                 raise ValueError("a request to the DHT is too long")
@@ -91,13 +101,16 @@ class GuardedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
             reply = await handler(request, context)
             if reply.ByteSize() > MAX_REPLY_BYTES:
                 raise ValueError("a reply of the DHT is too long")
+            self.count_bytes(reply.ByteSize(), 0)
             return reply
 
         is_stream = kwargs.get("stream_input") or kwargs.get("stream_output")
         await super().add_protobuf_handler(name, handler if is_stream else guarded, input_type, **kwargs)
 
-    async def call_protobuf_handler(self, peer_id: PeerID, name: str, *args: Any) -> Any:
-        reply = await super().call_protobuf_handler(peer_id, name, *args)
+    async def call_protobuf_handler(self, peer_id: PeerID, name: str, request: Any, *args: Any) -> Any:
+        self.count_bytes(request.ByteSize(), 0)
+        reply = await super().call_protobuf_handler(peer_id, name, request, *args)
+        self.count_bytes(0, reply.ByteSize())
         if reply.ByteSize() > MAX_REPLY_BYTES:
             raise ValueError("a reply of the DHT is too long")
         return reply
@@ -147,6 +160,10 @@ class Dht:
     def __init__(self, node: DHTNode, p2p: P2P | None = None) -> None:
         """`p2p` is hivemind's connection to p2pd if it serves this DHT only; `close` closes it."""
         self._node, self._p2p = node, p2p
+
+    def count_bytes(self, count: CountBytes) -> None:
+        """Call `count` with the bytes of each request and reply from now on."""
+        self._node.p2p.count_bytes = count
 
     async def meet(self, peer_id: str) -> bool:
         """Add a peer to the routing table. Returns whether the peer answered."""

@@ -445,6 +445,13 @@ class Libp2pWire:
 
         return enter
 
+    def count_dht_bytes(self, sent: int, received: int) -> None:
+        """Count bytes of the DHTs. They count towards the limits, and do not wait."""
+        self.traffic.sent_bytes[Channel.DHT] += sent
+        self.traffic.received_bytes[Channel.DHT] += received
+        self.upload_limiter.try_acquire_priority(sent)
+        self.download_limiter.try_acquire_priority(received)
+
     # connections
 
     def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
@@ -628,6 +635,8 @@ async def open_wire(
         directory = await open_directory(daemon, listings, is_reader=is_reader)
         wire = Libp2pWire(daemon, load_identity(options.identity_file), p2p, client, dht, directory)
         wire.listen_addresses = options.listen if options.quic_listen else ()
+        dht.count_bytes(wire.count_dht_bytes)
+        directory.count_bytes(wire.count_dht_bytes)
         await wire.serve_streams()
     except BaseException as exc:
         await daemon.stop()
