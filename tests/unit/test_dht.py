@@ -21,7 +21,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
-from node.swarm.identity import load_identity
+from node.swarm.identity import load_identity, new_identity
 from tests.event_loop import in_loop, until
 
 with warnings.catch_warnings():
@@ -29,8 +29,9 @@ with warnings.catch_warnings():
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P
+    from hivemind.p2p import P2P, PeerID
     from hivemind.proto import dht_pb2
+    from hivemind.utils import timed_storage
     from hivemind.utils.serializer import MSGPackSerializer
     from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
@@ -192,6 +193,25 @@ async def test_the_bytes_of_requests_and_replies_are_counted_at_both_ends(tmp_pa
         assert await nodes[1].lookup("key") == {"peer": bytes(1000)}
         await until(lambda: counted[0] == counted[1][::-1], 10)
         assert counted[0][0] > 2000, "the other node got the record to store it, and as an answer"
+
+
+@pytest.mark.timeout(60)
+@in_loop
+async def test_a_peer_that_was_silent_is_asked_again_soon_and_strangers_take_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_nodes(tmp_path, RefuseAfter(0.0)) as (one,):
+        node, key = one._node, DHTID.generate("key")
+        for _ in range(20):
+            stranger = PeerID.from_base58(new_identity().peer_id)
+            assert await node._call_find_with_blacklist(stranger, [key]) is None
+            assert stranger in node.blacklist
+        for _ in range(20):
+            node.blacklist.register_failure(stranger)
+        later = get_dht_time() + dht.BAN_S + 1
+        monkeypatch.setattr(timed_storage, "get_dht_time", lambda: later)
+        assert stranger not in node.blacklist
+        assert not node.blacklist.ban_counter and not len(node.blacklist.banned_peers)
 
 
 def test_a_node_of_the_dht_holds_a_limited_number_of_records_under_a_key() -> None:

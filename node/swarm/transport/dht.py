@@ -12,7 +12,7 @@ from asyncio import wait_for
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
-from hivemind.dht.node import DHTNode
+from hivemind.dht.node import Blacklist, DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -33,6 +33,7 @@ DAEMON_ERRORS = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
 """The errors that hivemind and asyncio raise if a peer or p2pd is gone. (IncompleteReadError is an EOFError.)"""
 CALL_TIMEOUT_S = 10.0
 SHUTDOWN_S = 2.0
+BAN_S = 30.0
 DIRECTORY_REPLICAS = 20
 """Nodes that hold a listing: all nodes of a small directory, so that a few hostile ones near the key hide nothing."""
 DIRECTORY_PREFIX = "directory::"
@@ -154,6 +155,20 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
         return bool(is_stored)
 
 
+class ConstantBlacklist(Blacklist):  # type: ignore[misc]  # hivemind has no types
+    """Nodes of the DHT that are not asked for BAN_S, because they did not answer.
+
+    hivemind counts the failures of each peer for ever, and doubles the time with each one, so that a peer that was off
+    for a day is not asked for another day.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(base_time=BAN_S, backoff_rate=1.0)
+
+    def register_failure(self, peer: PeerID) -> None:
+        self.banned_peers.store(peer, 1, get_dht_time() + BAN_S)
+
+
 class Dht:
     """A node of one DHT. No method raises if the DHT or p2pd does not answer."""
 
@@ -213,6 +228,7 @@ async def _create_node(p2p: P2P, validator: RecordValidatorBase, **options: Any)
     caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}
     node = await DHTNode.create(p2p=p2p, record_validator=validator, **caches, **options)
     node.protocol.storage, node.protocol.cache = BoundedStorage(), BoundedStorage()
+    node.blacklist = ConstantBlacklist()
     _drop_invalid_records(node.protocol)
     _drop_late_results(node.protocol)
     return node
