@@ -350,12 +350,33 @@ def test_the_dht_stores_only_signed_records_of_its_run(swarm: Swarm, tmp_path: P
     assert found is not None and found.number == 7
 
 
-def test_strangers_do_not_use_up_the_name_lookups_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def endpoint(name: str) -> Endpoint:
-        found = parse_endpoint(f"/dns4/{name}/tcp/9")
-        assert found is not None
-        return found
+def endpoint(name: str) -> Endpoint:
+    found = parse_endpoint(f"/dns4/{name}/tcp/9")
+    assert found is not None
+    return found
 
+
+def test_names_of_strangers_do_not_keep_a_node_from_its_bootstrap_peer(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, other = swarm.hosts(2)
+    Finder(other, tmp_path / "other.json")
+    finder = Finder(host, tmp_path / "peers.json", bootstrap=[named(address) for address in other.addresses()])
+    over = let_names_hang(monkeypatch)
+
+    async def bootstrap() -> bool:
+        slow = [resolve(endpoint(f"n{n}.example"), 0.5, f"peer {n % 8}") for n in range(2 * MAX_LOOKUPS)]
+        asyncio.gather(*slow)
+        await asyncio.sleep(0.1)
+        return await finder.discovery.bootstrap()
+
+    try:
+        assert host.do(bootstrap())
+    finally:
+        over.set()
+
+
+def test_strangers_do_not_use_up_the_name_lookups_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look() -> tuple[frozenset[str], ...]:
         slow = [resolve(endpoint(f"n{n}.example"), 0.5, f"peer {n % 8}", "probe") for n in range(2 * MAX_LOOKUPS)]
         asyncio.gather(*slow)

@@ -20,7 +20,7 @@ from node.host.files import write_whole
 from node.status import MEMBER_PHASES, Channel
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.peer_table import MAX_VIA, PeerTable, Signed
-from node.swarm.transport.address_scope import group_by_peer
+from node.swarm.transport.address_scope import group_by_peer, parse_endpoint
 from node.swarm.transport.libp2p import Libp2pWire, addresses_of, peer_of
 from node.swarm.transport.wire import Message, Service
 
@@ -156,6 +156,7 @@ class Discovery:
         """`offers_relay`: whether this node relays calls while its port is known to be reachable."""
         self._wire, self._peer_table, self._gossip, self._rng = wire, peer_table, gossip, rng
         self._bootstrap = list(bootstrap)
+        wire.own_hosts = frozenset(endpoint.host for endpoint in map(parse_endpoint, bootstrap) if endpoint is not None)
         self._cache = AddressCache(cache)
         self._key = dht_key(peer_table.me.run)
         self._redial_at_s = 0.0

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,15 +23,16 @@ logger = logging.getLogger(__name__)
 
 MAX_IPS = 8
 """Limit on the IP addresses of one name that are tried."""
-Use = Literal["dial", "probe"]
+Use = Literal["own", "dial", "probe"]
+"""Why a name is resolved: it is in this node's settings, a peer names it as its address, or a peer wants a probe."""
 MAX_LOOKUPS = 16
-"""Limit on concurrent lookups of one use, because a peer's own name server may delay each lookup for a minute. Lookups
-of names from this node's own settings do not count."""
+"""Limit on concurrent lookups of one use, because a peer's own name server may delay each lookup for a minute."""
 MAX_LOOKUPS_PER_PEER = 4
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 _lock = threading.Lock()
-_lookups: dict[Use, Counter[str]] = {"dial": Counter(), "probe": Counter()}
-"""The number of running lookups for each peer id. Any stranger may ask for a probe, so probes have their own places."""
+_lookups: dict[Use, Counter[str]] = {"own": Counter(), "dial": Counter(), "probe": Counter()}
+"""The number of running lookups for each peer id. Any peer may name hosts or ask for a probe, so each use has its own
+places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +43,26 @@ class Listener:
     address: str
 
 
-async def find_listener(endpoints: Sequence[Endpoint], timeout_s: float, peer_id: str = "") -> Listener | None:
-    """Return the first listener that answers. With `peer_id`, only this peer counts. Returns None after `timeout_s`."""
+async def find_listener(
+    endpoints: Sequence[Endpoint], timeout_s: float, peer_id: str = "", own_hosts: Collection[str] = ()
+) -> Listener | None:
+    """Return the first listener that answers. With `peer_id`, only this peer counts. Returns None after `timeout_s`.
+
+    `own_hosts` are names in this node's own settings. Without `peer_id`, all names are.
+    """
+
+    def use(endpoint: Endpoint) -> Use:
+        return "own" if not peer_id or endpoint.host in own_hosts else "dial"
+
     try:
         async with asyncio.timeout(timeout_s):
-            return await _first([_probe_endpoint(endpoint, timeout_s, peer_id) for endpoint in endpoints])
+            return await _first([_probe_endpoint(one, timeout_s, peer_id, use(one)) for one in endpoints])
     except TimeoutError:
         return None
 
 
-async def _probe_endpoint(endpoint: Endpoint, timeout_s: float, peer_id: str) -> Listener | None:
-    ips = [ip for ip in sorted(await resolve(endpoint, timeout_s, peer_id)) if "%" not in ip]
+async def _probe_endpoint(endpoint: Endpoint, timeout_s: float, peer_id: str, use: Use) -> Listener | None:
+    ips = [ip for ip in sorted(await resolve(endpoint, timeout_s, peer_id, use)) if "%" not in ip]
     return await _first([_probe_ip(ip, endpoint.port, timeout_s, peer_id) for ip in ips[:MAX_IPS]])
 
 
@@ -82,14 +92,13 @@ async def resolve(endpoint: Endpoint, timeout_s: float, peer_id: str = "", use: 
     """The IP addresses of an endpoint; empty if its name does not resolve in time, or too many lookups are running.
 
     Args:
-        peer_id: the peer that named the endpoint, to whose limit the lookup counts; empty for this node's settings.
+        peer_id: the peer at the endpoint, to whose limit the lookup counts; empty if it is unknown.
     """
     if endpoint.ip is not None:
         return frozenset({str(endpoint.ip)})
     with _lock:
         running = _lookups[use]
-        is_full = peer_id and running.total() - running[""] >= MAX_LOOKUPS
-        if is_full or running[peer_id] >= MAX_LOOKUPS_PER_PEER:
+        if running.total() >= MAX_LOOKUPS or running[peer_id] >= MAX_LOOKUPS_PER_PEER:
             return frozenset()
         running[peer_id] += 1
     loop = asyncio.get_running_loop()

@@ -155,6 +155,8 @@ class Libp2pWire:
         """This node's addresses, which decide which of a peer's addresses are dialed."""
         self.listen_addresses: Sequence[str] = ()
         """The addresses on which p2pd listens; empty if p2pd itself reports them."""
+        self.own_hosts: frozenset[str] = frozenset()
+        """Hosts in this node's own settings. Lookups of names that peers choose do not delay theirs."""
         self.relayed_at_s: dict[str, float] = {}
         """When each peer was last called over a relay."""
         self._services: dict[str, Service] = {}
@@ -517,7 +519,7 @@ class Libp2pWire:
                 if look and peer_id in await self._refresh_connected():
                     return peer_id
                 endpoints = [endpoint for endpoint in map(parse_endpoint, dialed) if endpoint is not None]
-                listener = await find_listener(endpoints, CONNECT_TIMEOUT_S, peer_id)
+                listener = await find_listener(endpoints, CONNECT_TIMEOUT_S, peer_id, self.own_hosts)
                 if listener is None:
                     raise failure
                 await self._client.connect(peer_id, [Multiaddr(listener.address)])
