@@ -86,6 +86,8 @@ class DaemonOptions:
         if self.is_in_dht:
             arguments.append("-dhtServer")
         if self.quic_listen:
+            # This hides the QUIC port. After a change of network the addresses are out of date, but members dial those
+            # of peer records, which are read again.
             arguments.append("-announceAddrs=" + ",".join(interface_addresses(self.listen, read_interfaces())))
         return arguments
 
