@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 
 import pytest
 
 from node.swarm.identity import new_identity
+from node.swarm.membership.discovery import MAX_CACHED, MAX_GONE, PER_PEER, AddressCache, merge_addresses
 from tests.event_loop import in_loop
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.membership.discovery import MAX_CACHED, MAX_GONE, PER_PEER, AddressCache, merge_addresses
 
 
 def address(peer: str, port: int = 1) -> str:

@@ -7,9 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.membership.discovery import GIVEN_UP_S, Discovery
+from node.swarm.membership.discovery import GIVEN_UP_S, Discovery
 
 RELAYS = [f"relay{number}" for number in range(10)]
 

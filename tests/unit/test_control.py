@@ -15,6 +15,9 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import p2pd_pb2
 
 from node.swarm.identity import load_identity, new_identity
+from node.swarm.transport.control import ControlClient
+from node.swarm.transport.dht import DAEMON_ERRORS, attach
+from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 from tests.event_loop import in_loop, until
 
 

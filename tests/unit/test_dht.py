@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,27 +15,17 @@ import msgpack
 import pytest
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.p2p import P2P
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
 from hivemind.proto import dht_pb2
+from hivemind.utils import timed_storage
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
 from node.swarm.identity import load_identity, new_identity
+from node.swarm.transport import dht
+from node.swarm.transport.p2pd import DaemonOptions, start_daemon
 from tests.event_loop import in_loop, until
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DictionaryDHTValue
-    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P, PeerID
-    from hivemind.proto import dht_pb2
-    from hivemind.utils import timed_storage
-    from hivemind.utils.serializer import MSGPackSerializer
-    from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
-
-    from node.swarm.transport import dht
-    from node.swarm.transport.p2pd import DaemonOptions, start_daemon
 
 NESTED = """
 import msgpack, warnings

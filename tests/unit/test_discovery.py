@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,8 @@ from typing import Any
 import pytest
 
 from node.errors import SwarmError
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm.membership import discovery
-    from node.swarm.membership.discovery import DHT_USERS, SILENT_TRIES, Discovery
+from node.swarm.membership import discovery
+from node.swarm.membership.discovery import DHT_USERS, SILENT_TRIES, Discovery
 
 
 def discovery_among(live: Sequence[object]) -> Any:

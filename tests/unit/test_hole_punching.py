@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from ipaddress import ip_address, ip_interface
 from typing import Any
 

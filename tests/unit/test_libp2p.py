@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import warnings
 from ipaddress import ip_interface
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +10,11 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
+from node.swarm import member
 from node.swarm.identity import new_identity
+from node.swarm.transport import libp2p
 from node.swarm.transport.address_scope import LocalAddresses
 from tests.event_loop import in_loop
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from node.swarm import member
-    from node.swarm.transport import libp2p
-
 
 PEERS = [new_identity().peer_id for _ in range(12)]
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from node.errors import SwarmError
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's imports
-    from node.swarm import member_thread
-    from node.swarm.member import SwarmMember
-    from node.swarm.member_thread import SwarmThread
+from node.swarm import member_thread
+from node.swarm.member import SwarmMember
+from node.swarm.member_thread import SwarmThread
 
 
 class FailingMember:
