@@ -17,7 +17,7 @@ from node.errors import PeerError, RoundFailed
 from node.status import Channel
 from node.swarm.connectivity.reachability import listen_ports
 from node.swarm.identity import new_identity
-from node.swarm.transport.wire import MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, Service
+from node.swarm.transport.wire import MAX_HEADER_BYTES, MAX_REPLY_BYTES, CallLimiter, Message, Service
 from tests.contract.harness import WAIT_S, Host, HostPool, Swarm, TcpForwarder, wait_until
 from tests.in_process import InProcessWire
 
@@ -305,6 +305,30 @@ def test_number_of_concurrent_calls_per_caller_is_limited(swarm: Swarm) -> None:
         call.result(20)
     wait_until(lambda: not server.wire._call_limiter._running)  # type: ignore[attr-defined]
     assert not ask(caller, server.peer_id, "slow").blobs
+
+
+def test_bodies_of_all_callers_together_are_limited(swarm: Swarm) -> None:
+    """Otherwise a few known peers that send large contributions could use up the memory of a reducer."""
+    caller, server = pair(swarm)
+    (other,) = swarm.hosts(1)
+    other.learn(server.peer_id, server.addresses())
+    server.wire._call_limiter = CallLimiter(1.5 * LIMIT_BYTES)  # type: ignore[attr-defined]
+    waiting, release = threading.Semaphore(0), threading.Event()
+
+    async def slow(_caller: str, _message: Message) -> Message:
+        waiting.release()
+        await asyncio.to_thread(release.wait, 20)
+        return Message()
+
+    server.wire.serve({"slow": Service(slow, Channel.REDUCE, LIMIT_BYTES)})
+    body = Message(blobs=[bytes(LIMIT_BYTES)])
+    call = asyncio.run_coroutine_threadsafe(caller.wire.call(server.peer_id, "slow", body, timeout_s=20), caller.loop)
+    assert waiting.acquire(timeout=20)
+    assert refusal(other, server.peer_id, "slow", body) == "busy"
+    release.set()
+    call.result(20)
+    wait_until(lambda: not server.wire._call_limiter._bodies_bytes)  # type: ignore[attr-defined]
+    assert not ask(other, server.peer_id, "slow", body).blobs
 
 
 def test_request_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:

@@ -18,7 +18,7 @@ from node.errors import PeerError
 from node.status import Channel, Phase
 from node.swarm.connectivity.reachability import Reachability
 from node.swarm.state_sync.providers import ProviderSearch, Target, read_snapshot
-from node.swarm.transport.wire import MAX_DEPTH, MAX_ITEMS, Message, Service, unpack_header
+from node.swarm.transport.wire import MAX_DEPTH, MAX_ITEMS, Message, Service, at_most, unpack_header
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 20_000
@@ -241,10 +241,10 @@ def test_nesting_depth_of_a_message_header_is_limited() -> None:
     def packed(depth: int) -> bytes:
         return b"\x93\xa1x\x81\xa1a" + b"\x91" * depth + b"\xc0" + b"\x90"
 
-    assert unpack_header(packed(MAX_DEPTH - 1), lambda _: 0)[1]
+    assert unpack_header(packed(MAX_DEPTH - 1), at_most(0))[1]
     for depth in (MAX_DEPTH + 1, 500, 1000, 100_000):
         with pytest.raises(PeerError):
-            unpack_header(packed(depth), lambda _: 0)
+            unpack_header(packed(depth), at_most(0))
 
 
 def test_number_of_items_in_a_message_header_is_limited() -> None:
@@ -253,7 +253,7 @@ def test_number_of_items_in_a_message_header_is_limited() -> None:
     def packed(lists: int, items: int) -> bytes:
         return bytes(msgpack.packb(["x", {"a": [[{}] * items] * lists}, []]))
 
-    assert unpack_header(packed(3, MAX_ITEMS), lambda _: 0)[1]
+    assert unpack_header(packed(3, MAX_ITEMS), at_most(0))[1]
     for lists in (4, 127):
         with pytest.raises(PeerError, match="not readable"):
-            unpack_header(packed(lists, MAX_ITEMS), lambda _: 0)
+            unpack_header(packed(lists, MAX_ITEMS), at_most(0))

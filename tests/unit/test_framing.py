@@ -10,7 +10,7 @@ from node.errors import PeerError
 from node.swarm.transport import framing as streams
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.send_window import PathHistory, SendWindow
-from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, pack_header
+from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, at_most, pack_header
 from tests.event_loop import run_in_virtual_time
 
 
@@ -38,7 +38,7 @@ def read_from(
         feeding = asyncio.create_task(feed())
         try:
             limiter = RateLimiter(clock, mbit_s)
-            _, message, _ = await streams.read_message((reader, Memory()), lambda _: 2 * size, limiter)
+            _, message, _ = await streams.read_message((reader, Memory()), at_most(2 * size), limiter)
         except TimeoutError:
             return 0, clock()
         finally:
@@ -99,7 +99,7 @@ def test_long_headers_do_not_delay_bulk_transfers() -> None:
             reader = asyncio.StreamReader()
             reader.feed_data(len(header).to_bytes(4, "big") + header)
             with pytest.raises(PeerError):
-                await streams.read_message((reader, Memory()), lambda _: 0, limiter)
+                await streams.read_message((reader, Memory()), at_most(0), limiter)
 
         strangers = [asyncio.create_task(send_header()) for _ in range(16)]
         await asyncio.sleep(0.1)
@@ -123,7 +123,7 @@ def test_message_with_a_header_of_any_length_arrives(text_bytes: int) -> None:
         header, limiter = pack_header("verb", message), RateLimiter(clock, 8.0)
         size = await streams.write_message(writer, header, message.blobs, limiter, window)
         reader.feed_data(bytes(writer.data))
-        verb, received, received_bytes = await streams.read_message((reader, Memory()), lambda _: 10, limiter)
+        verb, received, received_bytes = await streams.read_message((reader, Memory()), at_most(10), limiter)
         assert (verb, received.header, list(received.blobs)) == ("verb", message.header, [b"blob"])
         assert size == received_bytes == len(writer.data)
 

@@ -21,7 +21,7 @@ from node.swarm.transport.send_window import (
     SendWindow,
     milliseconds,
 )
-from node.swarm.transport.wire import Message, pack_header
+from node.swarm.transport.wire import Message, at_most, pack_header
 from tests.event_loop import run_in_virtual_time
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ async def call(there: Line, back: Line, body: bytes, answer: bytes) -> tuple[byt
 
     async def serve() -> bytes:
         ends = request.reader, reply
-        _, message, _ = await framing.read_message(ends, lambda _: 2**40, limiter)
+        _, message, _ = await framing.read_message(ends, at_most(2**40), limiter)
         window = SendWindow(clock, back.path)
         await framing.write_reply(ends, pack_header("ok", Message(blobs=[answer])), [answer], limiter, window)
         assert window.in_flight_bytes == 0, "all has arrived when the server closes its stream"
@@ -87,7 +87,7 @@ async def call(there: Line, back: Line, body: bytes, answer: bytes) -> tuple[byt
     serving = asyncio.create_task(serve())
     window, header = SendWindow(clock, there.path), pack_header("verb", Message(blobs=[body]))
     sending = asyncio.create_task(framing.write_message(request, header, [body], limiter, window))
-    _, message, _ = await framing.read_message((reply.reader, request), lambda _: 2**40, limiter, None, window)
+    _, message, _ = await framing.read_message((reply.reader, request), at_most(2**40), limiter, None, window)
     await sending
     return await serving, bytes(message.blobs[0])
 
@@ -205,7 +205,7 @@ def test_acknowledgement_is_refused_where_nothing_is_sent() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data((2**31 + 5).to_bytes(4, "big") + bytes(4))
         with pytest.raises(PeerError, match="header is longer"):
-            await framing.read_message((reader, Pipe(Line(1.0))), lambda _: 10, RateLimiter(lambda: 0.0))
+            await framing.read_message((reader, Pipe(Line(1.0))), at_most(10), RateLimiter(lambda: 0.0))
 
     asyncio.run(run())
 

@@ -9,7 +9,7 @@ WINDOWED_BYTES acknowledges all of them, and the sender keeps to a `SendWindow`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from node.errors import PeerError
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.send_window import MIN_WINDOW_BYTES, SendWindow, milliseconds
-from node.swarm.transport.wire import MAX_HEADER_BYTES, STALL_S, Message, unpack_header
+from node.swarm.transport.wire import MAX_HEADER_BYTES, STALL_S, CheckSize, Message, unpack_header
 
 PIECE_BYTES = 256 * 1024
 LIMITED_PIECE_BYTES = 16 * 1024
@@ -160,7 +160,7 @@ async def write_reply(
 
 async def read_message(
     ends: tuple[Reader, Writer],
-    limit: Callable[[str], int],
+    check_size: CheckSize,
     limiter: RateLimiter,
     first_s: float | None = None,
     window: SendWindow | None = None,
@@ -168,7 +168,6 @@ async def read_message(
     """Receive one message. Returns verb or status, message, and bytes received. Checks each size before it is used.
 
     Args:
-        limit: maps the verb to the maximum body length.
         first_s: the timeout of the first bytes.
         window: that of the message which this end is sending on the same stream.
     """
@@ -181,7 +180,7 @@ async def read_message(
         limiter.try_acquire_priority(length)
     else:
         (packed,) = await _read_blobs(reader, [length], limiter, None)
-    verb, header, sizes = unpack_header(packed, limit)
+    verb, header, sizes = unpack_header(packed, check_size)
     acknowledger = _Acknowledger(ends[1]) if sum(sizes) > WINDOWED_BYTES else None
     try:
         blobs = await _read_blobs(reader, sizes, limiter, acknowledger) if sizes else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -21,6 +21,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.multiaddr import Multiaddr
 
 from node.errors import PeerError, SwarmError
+from node.host.memory import memory_size_bytes
 from node.host.printable import printable
 from node.status import Channel
 from node.swarm.identity import Identity, load_identity
@@ -49,11 +50,13 @@ from node.swarm.transport.wire import (
     MAX_REPLY_BYTES,
     STALL_S,
     CallLimiter,
+    CheckSize,
     Message,
     NoRoutes,
     Routes,
     Service,
     Traffic,
+    at_most,
     cancel_if_gone,
     pack_header,
     run_handler,
@@ -82,6 +85,8 @@ MOST_ADDRESSES = 8000
 """Limit on the peers whose addresses are kept: twice the peers in the table (`peer_table.MAX_KNOWN`)."""
 MAX_REDIALED = 8
 """Limit on the peers that `keep_connected` dials at once."""
+BODIES_RATIO = 0.5
+"""Limit on the request bodies of all callers, as a share of the memory of this machine or container."""
 STREAMS_PER_CALLER = 64
 """Limit on the open streams of one caller, because each stream holds a header in memory."""
 
@@ -171,7 +176,7 @@ class Libp2pWire:
         """Pauses of `keep_connected` before the next dial of a peer."""
         self._half_open = HalfOpenDetector(self._clock, self._drop_soon)
         self._drops: set[asyncio.Task[None]] = set()
-        self._call_limiter = CallLimiter()
+        self._call_limiter = CallLimiter(BODIES_RATIO * memory_size_bytes())
         self._paths: dict[str, PathHistory] = {}
         self._streams: dict[asyncio.Task[Any], str] = {}
         """The task of each incoming stream, with the peer id of its caller."""
@@ -209,7 +214,7 @@ class Libp2pWire:
 
     async def _call_self(self, verb: str, message: Message, timeout_s: float) -> Message:
         with ExitStack() as held:
-            self._call_limiter.limit_call(self._services, self.peer_id, held)(verb)
+            self._call_limiter.limit_call(self._services, self.peer_id, held)(verb, 0)
             async with asyncio.timeout(timeout_s):
                 return await run_handler(self._services[verb], self.peer_id, message, held)
 
@@ -281,9 +286,7 @@ class Libp2pWire:
         sending = asyncio.create_task(write_message(writer, call.header, call.blobs, self.upload_limiter, window))
         try:
             limiter = self.download_limiter
-            status, reply, size = await read_message(
-                ends, lambda _: call.max_reply_bytes, limiter, call.first_s, window
-            )
+            status, reply, size = await read_message(ends, at_most(call.max_reply_bytes), limiter, call.first_s, window)
             self.traffic.received_bytes[channel] += size
             if status == "ok":
                 sent_bytes = await sending
@@ -435,15 +438,14 @@ class Libp2pWire:
             self.traffic.sent_bytes[channel] += sent_bytes
         await linger(reader)
 
-    def _limit_call(self, caller: str, held: ExitStack) -> Callable[[str], int]:
+    def _limit_call(self, caller: str, held: ExitStack) -> CheckSize:
         """Like `CallLimiter.limit_call`, but the caller's connection also stays open during a call with bulk data."""
         limit_call = self._call_limiter.limit_call(self._services, caller, held)
 
-        def enter(verb: str) -> int:
-            max_bytes = limit_call(verb)
+        def enter(verb: str, size: int) -> None:
+            limit_call(verb, size)
             if self._services[verb].channel is not Channel.DHT:
                 held.enter_context(self._half_open.bulk(caller))
-            return max_bytes
 
         return enter
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -221,25 +222,53 @@ class Wire(Protocol):
         """Release all resources, in bounded time. Never raises SwarmError."""
 
 
-class CallLimiter:
-    """Limits the concurrent calls of each caller, by verb."""
+CheckSize = Callable[[str, int], None]
+"""Called with the verb of a message and the length of its body before the body is read. Raises PeerError to refuse."""
 
-    def __init__(self) -> None:
+
+def at_most(limit_bytes: int) -> CheckSize:
+    """Refuse longer bodies."""
+
+    def check(verb: str, size: int) -> None:
+        if size > limit_bytes:
+            raise PeerError(f"a message {verb[:40]!r} is longer than allowed ({size} bytes)", code="bad_size")
+
+    return check
+
+
+class CallLimiter:
+    """Limits the concurrent calls of each caller, by verb, and the bytes of all request bodies together."""
+
+    def __init__(self, max_bodies_bytes: float = math.inf) -> None:
+        """`max_bodies_bytes`: limit on the bodies that are in memory at a time. A single body may be longer."""
+        self._max_bodies_bytes = max_bodies_bytes
+        self._bodies_bytes = 0
         self._running: Counter[tuple[str, str]] = Counter()
 
-    def limit_call(self, services: Mapping[str, Service], caller: str, held: ExitStack) -> Callable[[str], int]:
-        """Return a function that counts a call. The caller of `limit_call` runs it when it has read the verb.
+    def limit_call(self, services: Mapping[str, Service], caller: str, held: ExitStack) -> CheckSize:
+        """Return a function that counts a call. The caller of `limit_call` runs it when it has read the header.
 
-        It maps the verb to the maximum body length, and raises PeerError to refuse. The call counts until `held` ends.
+        The call counts until `held` ends.
         """
 
-        def enter(verb: str) -> int:
+        def enter(verb: str, size: int) -> None:
             if verb not in services:
                 raise PeerError(f"this node does not answer {verb[:40]!r}")
             held.enter_context(self._count(verb, services[verb], caller))
-            return services[verb].max_request_bytes
+            at_most(services[verb].max_request_bytes)(verb, size)
+            held.enter_context(self._hold(size))
 
         return enter
+
+    @contextmanager
+    def _hold(self, size: int) -> Iterator[None]:
+        if self._bodies_bytes and self._bodies_bytes + size > self._max_bodies_bytes:
+            raise PeerError("this node has no memory for another message now", code="busy")
+        self._bodies_bytes += size
+        try:
+            yield
+        finally:
+            self._bodies_bytes -= size
 
     @contextmanager
     def _count(self, verb: str, service: Service, caller: str) -> Iterator[None]:
@@ -267,7 +296,7 @@ def pack_header(verb: str, message: Message) -> bytes:
         raise PeerError(f"a message {verb!r} cannot be sent ({exc})", code="internal") from exc
 
 
-def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, dict[str, Any], list[int]]:
+def unpack_header(data: bytes, check_size: CheckSize) -> tuple[str, dict[str, Any], list[int]]:
     """Decode a peer's header into verb, header and blob sizes. Raises PeerError for anything out of bounds."""
     limits = {"strict_map_key": True, "max_map_len": 4096, "max_array_len": MAX_ITEMS}
     count = _ItemCount()
@@ -281,8 +310,7 @@ def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, di
         raise PeerError("a message is nested too deep")
     if len(sizes) > MAX_BLOBS or not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise PeerError("a message has blobs of impossible size", code="bad_size")
-    if sum(sizes) > max_bytes(verb):
-        raise PeerError(f"a message {verb[:40]!r} is longer than allowed ({sum(sizes)} bytes)", code="bad_size")
+    check_size(verb, sum(sizes))
     return verb, header, sizes
 
 
