@@ -9,8 +9,7 @@
     ├── MachineError           3  this machine lacks something: memory, GPU, disk, a free port
     │   ├── QuotaError            limits.disk_gb leaves no room, so nothing was written
     │   └── DamagedState          a stored outer state cannot be read
-    ├── RefusedError           4  the swarm refused this node
-    │   └── ManifestError         the manifest does not have the hash of the invite, or is not valid
+    ├── ManifestError          4  the manifest does not have the hash of the invite, or is not valid
     ├── ProtocolError         10  the run uses another protocol, or a newer version wrote this data folder
     ├── RestartError          75  the program was updated, or the disk was full at the start; another start may work
     ├── TrainingError         70  loss or gradient is not finite; the parameters are unchanged
@@ -85,12 +84,8 @@ class DamagedState(MachineError):
     code = "damaged_state"
 
 
-class RefusedError(NodeError):
+class ManifestError(NodeError):
     exit_code = 4
-    code = "refused"
-
-
-class ManifestError(RefusedError):
     code = "wrong_manifest"
 
 

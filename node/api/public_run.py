@@ -1,4 +1,7 @@
-"""What everybody may know of a run: the content of the public page. It contains no host name, address or path."""
+"""What everybody may know of a run: the content of the public page.
+
+It contains the names that members chose, and no address but those of `swarm.announce`.
+"""
 
 from __future__ import annotations
 

@@ -193,8 +193,8 @@ class ApiConfig(Section):
     """Address of the page for browsers, such as http://nas.local:8081, if it differs from the bound one: a published
     port of a container, or a proxy. The printed link has it, and the API answers to its host name."""
     public: bool = False
-    """Serve a read-only page about the run at /public/ to everybody who reaches the port, without a token. It names no
-    machine, and no address but those of `swarm.announce`. Without them it shows no invite."""
+    """Serve a read-only page about the run at /public/ to everybody who reaches the port, without a token. It shows the
+    names that members chose, and no address but those of `swarm.announce`. Without them it shows no invite."""
     metrics_public: bool = False
     """Serve /metrics without a token to all callers, not only to those on loopback."""
     tls_cert: str = ""

@@ -526,6 +526,6 @@ class Supervisor:
             self._enter(Phase.STARTING, "starting", "The node is starting.")
 
     def _enter(self, phase: Phase, code: str, reason: str, *, final: bool = False) -> None:
-        """Set the phase. The supervisor sets phases nowhere else."""
+        """Set the phase. `set_phase(None)` gives it back to the worker's reports."""
         self._state.set_phase(PhaseState(phase=phase, code=code, reason=reason, since=utc_now(), final=final))
         logger.info("The node is now in phase %s (%s): %s", phase.value, code, reason)

@@ -62,7 +62,7 @@ class Checkpoint:
 
     manifest_hash: str
     head: str
-    """Hash of the newest round record, hex."""
+    """Hash of the newest committed outcome, hex."""
     round: int
     """Last committed round; -1 before the first."""
     tokens: int

@@ -147,7 +147,7 @@ def test_no_documentation_file_is_empty(name: str) -> None:
 def test_error_classes_have_the_documented_exit_codes() -> None:
     promised = {
         errors.UsageError: 2, errors.ConfigError: 2, errors.InviteError: 2, errors.DataFolderError: 2,
-        errors.MachineError: 3, errors.RefusedError: 4, errors.ManifestError: 4, errors.ProtocolError: 10,
+        errors.MachineError: 3, errors.ManifestError: 4, errors.ProtocolError: 10,
         errors.NodeError: 70,
     }  # fmt: skip
     assert {kind: kind.exit_code for kind in promised} == promised

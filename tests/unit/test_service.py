@@ -66,7 +66,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path, place: Place, scope: service.S
 @pytest.mark.parametrize(("place", "scope"), [(ROOT, "system"), (ADA, "user")])
 def test_systemd_does_not_restart_after_errors_that_need_a_person(place: Place, scope: service.Scope) -> None:
     settings = settings_of(unit_of(plan_service(place, scope)))
-    fatal = {e.exit_code for e in (errors.UsageError, errors.MachineError, errors.RefusedError, errors.ProtocolError)}
+    fatal = {e.exit_code for e in (errors.UsageError, errors.MachineError, errors.ManifestError, errors.ProtocolError)}
     assert (
         settings["RestartPreventExitStatus"].split() == [str(code) for code in sorted(fatal)] == ["2", "3", "4", "10"]
     )

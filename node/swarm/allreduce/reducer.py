@@ -1,7 +1,7 @@
 """A reducer of the butterfly all-reduce collects contributions to its chunks and averages them. It does no networking.
 
 A contribution counts only if it arrives whole and every chunk decodes to finite numbers. The encoded inputs stay
-unchanged until the round is committed.
+unchanged until the attempt ends.
 """
 
 from __future__ import annotations

@@ -416,7 +416,7 @@ def later_attempt(
 def most_wrong(members: int) -> int:
     """How many of these members may be wrong, by mistake or on purpose: fewer than a third (Lamport et al. 1982).
 
-    There may be no members at all: a node that downloads a state is none itself.
+    There may be no members. A node that downloads a state does not count as one.
     """
     return max(0, members - 1) // 3
 

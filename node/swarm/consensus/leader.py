@@ -1,7 +1,7 @@
 """The leader's side of one attempt: gather, plan, collect, average, ratify, commit.
 
 `Leader.lead` is the whole protocol in order. A leader holds no state that the others need. If it dies, the next leader
-starts over, and must propose an outcome that any member has already accepted.
+starts over, and proposes again an accepted outcome that may have a majority of votes (`claims.by_precedence`).
 """
 
 from __future__ import annotations

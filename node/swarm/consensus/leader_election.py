@@ -40,6 +40,6 @@ def slow_uplinks(uplinks_bytes_s: Mapping[str, float]) -> frozenset[str]:
 
 
 def role_of(peer_id: str, parent: str, peer_ids: Sequence[str]) -> str:
-    """`leader` for the leader of attempt 0, `other` for the leader of attempt 1, empty for the rest."""
+    """`leader` for the first of `leader_order`, `other` for the second, empty for the rest. For faults."""
     place = leader_order(parent, peer_ids).index(peer_id) if peer_id in peer_ids else len(peer_ids)
     return {0: "leader", 1: "other"}.get(place, "")

@@ -114,7 +114,7 @@ class Voter:
     def _check_outcome(
         self, document: Document, hashes: str, parent: str, number: int
     ) -> tuple[RoundOutcome, dict[str, Join]]:
-        """Check everything that an adoption checks, except the mean. Later attempts must propose an accepted outcome.
+        """Check everything that an adoption checks, except the mean, because later attempts may propose it again.
 
         `number` is the attempt in which the outcome is accepted. The outcome may come from an earlier attempt.
         """

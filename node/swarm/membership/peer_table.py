@@ -1,7 +1,8 @@
 """The peer table: signed records of all known peers, with a heartbeat failure detector. It does no networking.
 
-Gossip passes records on with their age, so a dead peer is dead for all nodes at the same time, `dead_s` after the
-peer's last record. hivemind's DHT holds the same records for newcomers.
+Gossip passes records on with their age, so a silent peer is dead for all nodes at the same time, `dead_s` after the
+peer's last record. A node whose call to a peer fails counts the peer as dead at once, except in quorums (`present`).
+hivemind's DHT holds the same records for newcomers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TIMINGS = MemberTimings()
 GOSSIP_AGE_S = 4.0  # Older records are not passed on, so the records of a dead peer disappear everywhere
-LEFT_S = 120.0  # How long this node says of a peer that it said goodbye
+LEFT_S = 120.0  # A peer that has said goodbye is listed as left for this time
 FORGOTTEN_S = 6 * 3600.0  # A dead peer is called now and then for this time, and then removed from the table
 MAX_KNOWN = 4000
 """Limit on the peers in the table, so that `wanted_numbers` fits into a header. Only dead peers are replaced."""
