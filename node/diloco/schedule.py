@@ -146,9 +146,9 @@ def progress(
 def is_time_up(elapsed_s: float, *, round_s: float, step_s: float, grace_s: float, lead_s: float = 0.0) -> bool:
     """Whether a contribution is due now, because one more inner step would end too late.
 
-    It is due `lead_s` before the end of the round (T_r, `round_s`), `elapsed_s` after the round's start. A step may end
-    up to half of itself later than that, as H steps of slightly different length have to fit, but no later than half of
-    the time for which the others wait (`grace_s`). `step_s` is this member's typical step.
+    It is due `lead_s` before the end of the round (T_r, `round_s`). `elapsed_s` is the time since the round's start,
+    and `step_s` this member's typical step. The last step may be late by half its length, because H steps of slightly
+    different length must fit, but by no more than half of the time for which the others wait (`grace_s`).
     """
     slack_s = min(step_s, grace_s) / 2
     return elapsed_s + step_s > round_s - lead_s + slack_s

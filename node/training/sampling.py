@@ -55,8 +55,8 @@ def sample_tokens(
 ) -> tuple[list[int], bool]:
     """Continue a prompt by at most `most` tokens, with a fixed seed.
 
-    Returns the tokens, and whether they are complete: not if `is_over`, which is called before each token, ended them,
-    or the logits are not finite. `end` is not among them.
+    Returns the tokens without `end`, and whether the text is complete. It is not if `is_over` returned True or the
+    logits were not finite. `is_over` is called before each token.
     """
     found: list[int] = []
     tokens = sample(model, prompt, temperature=temperature, seed=0, vocabulary=vocabulary)

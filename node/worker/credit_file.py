@@ -27,7 +27,10 @@ class CreditFile:
         self._due_s = clock()
 
     def round_over(self, before: Tip, after: Tip) -> None:
-        """Write the table at the tip `before`, which the joins of the round to `after` prove, unless it is too soon."""
+        """Write the table at the tip `before`. The joins of the round after it prove the table.
+
+        Does nothing shortly after the last write.
+        """
         if after.proof is None or self._clock() < self._due_s:
             return
         began_s = time.perf_counter()

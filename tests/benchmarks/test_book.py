@@ -75,7 +75,7 @@ def test_training_that_diverged_refutes_a_claim_that_it_is_better() -> None:
             assert judge(replace(claim(rule), measure=gap_gained), both).verdict is Verdict.UNSEEN
 
 
-def test_nothing_follows_from_a_training_with_which_an_arm_is_compared_and_that_diverged() -> None:
+def test_a_diverged_baseline_decides_no_claim() -> None:
     both = [(Result(2.0), Result(math.inf)), (Result(2.0), Result(2.0))]
     for rule in Rule:
         found = judge(claim(rule), both)

@@ -14,6 +14,7 @@ from node.errors import PeerError
 from node.status import Channel
 from node.swarm.allreduce import reducer as reduce
 from node.swarm.consensus.ballot import LocalContribution
+from node.swarm.consensus.context import Context
 from node.swarm.faults import parse_faults
 from node.swarm.membership.peer_table import sign_record
 from node.swarm.messages import Plan, Proof, RoundOutcome, accept, parse, sign
@@ -199,7 +200,9 @@ def test_an_outcome_of_another_plan_than_the_one_that_was_sent_gets_no_vote(swar
     assert propose(bad, victim, outcome, hashes.hex())
 
 
-def test_a_member_keeps_its_vote_in_later_attempts(swarm: Swarm) -> None:
+def test_a_member_keeps_its_vote_in_later_attempts_until_the_round_is_overdue(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The outcome may be committed by a member that is away, and the next leader hostile."""
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     round_of(nodes, 0)
@@ -211,6 +214,8 @@ def test_a_member_keeps_its_vote_in_later_attempts(swarm: Swarm) -> None:
     another, hashes = lone_outcome(second, first.tip.head, 2.0, round_=1, attempt=1, others=[other])
     with pytest.raises(PeerError, match="accepted another outcome"):
         propose(second, victim, another, hashes.hex(), 1)
+    monkeypatch.setattr(Context, "is_overdue", property(lambda _: True))
+    assert propose(second, victim, another, hashes.hex(), 1)
 
 
 def test_a_second_leader_of_one_attempt_is_refused(swarm: Swarm) -> None:

@@ -46,7 +46,7 @@ def test_an_outcome_whose_plan_shows_that_no_other_is_committed_comes_first() ->
     assert first([x, claim("Y", 1, "b", made(1, "bcd", c="X"))], "ab", FIVE) == "X"
 
 
-def test_an_outcome_that_all_living_have_made_is_kept_if_the_older_one_has_no_majority() -> None:
+def test_the_newer_outcome_comes_first_if_the_older_one_has_no_majority() -> None:
     """a and b had accepted X, and were dead while c and d made Y. d is dead now, and knows that Y is committed."""
     claims = [claim("X", 0, "ab", made(0, FIVE)), claim("Y", 1, "c", made(1, "cd"))]
     assert first(claims, "abce", FIVE) == "Y"

@@ -62,7 +62,7 @@ def number_after(
     ballot = Ballot(chain, table, lambda: 0.0, lambda peers: len(peers) >= min_peers and electorate.is_quorum(peers))
     for later in attending:
         ballot.attended(later, "1").joins["1"] = None  # type: ignore[assignment]
-    ballot.look_up()
+    ballot.follow_members()
     return ballot.number
 
 
@@ -105,7 +105,7 @@ def test_a_node_that_is_no_member_itself_may_look_up_later_attempts() -> None:
     assert later_attempt(0, {"me": 0}, {}, most_wrong(0), lambda _: True) is None
 
 
-def test_one_of_three_leads_the_others_on_twice_in_a_round_and_as_often_as_they_need_it() -> None:
+def test_one_of_three_starts_at_most_two_later_attempts_unless_the_others_need_it() -> None:
     def chosen(raised: int, needed: bool) -> tuple[int, str] | None:
         def can_commit(peers: Collection[str]) -> bool:
             return len(peers) >= (3 if needed else 2)

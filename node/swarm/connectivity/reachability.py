@@ -201,7 +201,7 @@ class Reachability:
 
     @property
     def is_inbound(self) -> bool | None:
-        """Whether others can call this node; None before a test or if findings disagree, which counts as yes."""
+        """Whether others can call this node. None (callers take it for yes) before a test or if findings disagree."""
         verdicts = [family.verdict for family in self._families.values()]
         if True in verdicts or not self._listens:
             return self._listens

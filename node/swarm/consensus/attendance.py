@@ -52,7 +52,7 @@ class Attendance:
                 if ctx.clock() > attempt.deadline_s:
                     raise RoundFailed("the attempt took too long", code="timeout")
             else:
-                self._ballot.look_up()
+                self._ballot.follow_members()
                 if ctx.clock() > patient_until_s and self._enough_members():
                     raise RoundFailed("the leader did not close its group in time", code="leader_lost")
             target = attempt.holder or ctx.leader_at(attempt.number)

@@ -267,7 +267,7 @@ class Ballot:
             raise PeerError("this node is in another attempt", code="round_failed")
         return self.attempt(number)
 
-    def look_up(self) -> None:
+    def follow_members(self) -> None:
         """Go to a later attempt that other members have reached, by their records or by attending it at this node."""
         tip, me, members = self._chain.tip, self._peer_table.me.peer_id, self._peer_table.members()
         here = [r for r in members if r.head == tip.head and r.state_digest == tip.digest]

@@ -73,15 +73,15 @@ class Handlers:
             "fetch": small(self._on_fetch, per_caller=MAX_FETCHES),
         }
 
-    def _keyed(self, message: Message) -> Attempt:
+    def _attempt_of(self, message: Message) -> Attempt:
         parent, number = message.header.get("parent"), message.header.get("attempt")
         if not isinstance(parent, str):
             raise PeerError("a message names no round")
         return self.ballot.joined(parent, self.ballot.check_number(number))
 
-    def _led(self, caller: str, message: Message) -> Attempt:
+    def _attempt_led_by(self, caller: str, message: Message) -> Attempt:
         """Return the attempt if its leader calls: the author of the plan or, before it, a peer asked to lead."""
-        attempt = self._keyed(message)
+        attempt = self._attempt_of(message)
         if caller not in ({attempt.leader} if attempt.leader else attempt.asked):
             raise PeerError("this attempt has another leader")
         return attempt
@@ -95,7 +95,7 @@ class Handlers:
         if self.ctx.peer_table.is_member(caller):
             self.ballot.joined_at[caller] = self.ctx.chain.tip.round
         if join.parent != self.ctx.chain.tip.head:
-            return self._elsewhere(join.parent)
+            return self._reply_to_other_round(join.parent)
         check_join(document, self.ctx.rules.bounds, join.parent)
         self.ctx.check_join_fits(join)
         number = self.ballot.check_number(message.header.get("attempt"))
@@ -119,10 +119,10 @@ class Handlers:
             attempt.votes[caller] = vote if is_valid else attempt.votes.get(caller, "")
             attempt.has_vote.set()
         if number > self.ballot.number:
-            self.ballot.look_up()
+            self.ballot.follow_members()
         if attempt.leading is None and number == self.ballot.number:
             attempt.leading = self.ctx.tasks.spawn(self.leader.lead(attempt))
-        return await self._held(attempt, caller, str(message.header.get("has", "")))
+        return await self._wait_for_news(attempt, caller, str(message.header.get("has", "")))
 
     def _take_claim(self, claims: Sequence[bytes], caller: str, join: Join, attempt: Attempt) -> None:
         """Keep the outcome that a member has accepted. Raises PeerError if it is not valid, or not that of the join.
@@ -146,12 +146,12 @@ class Handlers:
         if known is not None:
             attempt.proposals[caller] = known
 
-    async def _held(self, attempt: Attempt, caller: str, has: str) -> Message:
+    async def _wait_for_news(self, attempt: Attempt, caller: str, has: str) -> Message:
         """Wait until there is more than the member has, and return it. Returns `wait` after `hold_s`."""
         until_s = self.ctx.clock() + self.ctx.peer_table.timings.hold_s
         while True:
             if attempt.parent != self.ctx.chain.tip.head:
-                return self._elsewhere(attempt.parent)
+                return self._reply_to_other_round(attempt.parent)
             if attempt.proof is not None:
                 age_s = float(self.ctx.clock() - attempt.committed_at_s)
                 return Message({"status": "ahead", "age_s": age_s}, [attempt.proof.model_dump_json().encode()])
@@ -166,7 +166,7 @@ class Handlers:
                 return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
             await first((attempt.has_more,), left_s)
 
-    def _elsewhere(self, parent: str) -> Message:
+    def _reply_to_other_round(self, parent: str) -> Message:
         """The answer to a member in another round."""
         proof = self.ctx.chain.proof_after(parent)
         if proof is None:
@@ -187,7 +187,7 @@ class Handlers:
 
         Chunks that do not match a deposit's signature are the depositary's fault, not the member's.
         """
-        attempt = self._keyed(message)
+        attempt = self._attempt_of(message)
         reducer = await attempt.reducer_ready(CALL_S)
         sender, chunks = caller, message.header["chunks"]
         if (deposit := message.header.get("deposit")) is not None:
@@ -222,7 +222,7 @@ class Handlers:
         return Message({"taken": await self.depositary.forward(Attempt(parent, number), caller, wanted, wait_s)})
 
     async def _on_collect(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
+        attempt = self._attempt_led_by(caller, message)
         reducer = await attempt.reducer_ready(CALL_S)
         members, since_s = set(attempt.weights), self.ctx.clock()
 
@@ -234,7 +234,7 @@ class Handlers:
         return Message({"arrived": await reducer.collect(awaited, self.ctx.rules.bulk_s)})
 
     async def _on_average(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
+        attempt = self._attempt_led_by(caller, message)
         reducer = await attempt.reducer_ready(CALL_S)
         included = message.header.get("included")
         if not isinstance(included, list) or included != sorted(set(included)) or not included:

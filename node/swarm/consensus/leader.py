@@ -87,7 +87,7 @@ class Leader:
         tip = self._ctx.chain.tip
         missing = left_out(self._ctx.next_round, [link.members for link in tip.links], self._ballot.joined_at)
         while True:
-            self._ballot.look_up()
+            self._ballot.follow_members()
             attempt.raise_failure()
             now_s = self._ctx.clock()
             seen = Gathering(

@@ -3,7 +3,7 @@
     offer -> attend -> PLAN -> send chunks to their reducers -> collect, average -> PROPOSAL -> vote -> CERTIFICATE
 
 Every step is a call that can be repeated. A failure ends the attempt, and the next attempt has another leader.
-Contributions do not change until the commit. The key of a call is (parent, attempt). `Ballot.look_up` says when
+Contributions do not change until the commit. The key of a call is (parent, attempt). `Ballot.follow_members` says when
 a node goes to a later attempt. PROTOCOL.md states the rules.
 """
 

@@ -146,7 +146,7 @@ class AmendmentPool:
         self._changed.set()
 
     def add_again(self, accepted: bytes) -> None:
-        """Keep what a chain had accepted that this node has left, as far as the new chain can still accept it."""
+        """Make the amendments of a chain that this node has left pending again, if they can still be accepted."""
         for entry in decode_list(accepted):
             with suppress(AmendmentRefused):
                 self._keep(entry.signed)

@@ -192,7 +192,7 @@ class CatchUp:
     async def replay(self, peers: Sequence[PeerRecord]) -> bool:
         """Ask these peers in turn for rounds after this node's head, and adopt the rounds of the first that has some.
 
-        Stops at a peer that has some, or that is at this node's head, and returns whether there was such a peer.
+        Stops at the first peer that sends rounds or is at this node's head. Returns whether there was one.
         Peers that send light proofs may be on another chain. If no round was adopted, `fork_choice` decides between
         their chains and this node's.
         """
@@ -264,8 +264,8 @@ class CatchUp:
     def _is_behind(self, theirs: Sequence[Link], standing: Mapping[str, str]) -> bool:
         """Whether to believe rounds that follow this node's head, or that are ahead of it without a known common round.
 
-        Without one, they are believed if at least as many live members are on their chain as on this node's, or by the
-        newest votes. One member could invent them.
+        Without a known common round, this node believes them if at least as many live members are on their chain as on
+        its own, or if the newest votes suffice for an adoption. One member alone could invent the rounds.
         """
         tip = self._ctx.chain.tip
         if theirs[0].parent == tip.head:
