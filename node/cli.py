@@ -39,13 +39,13 @@ EPILOG = """\
 Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
 --section.key VALUE; later ones in this list override earlier ones, and values set on the dashboard override all.
 `diloco-node config` prints all keys.
-Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
-10 the run speaks another protocol, or a newer version wrote the checkpoint; 70 internal error; 75 start it again: the
-program was updated, or the disk was full."""
+Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 the manifest is damaged,
+or not that of the invite; 10 the run speaks another protocol, or a newer version wrote the checkpoint; 70 internal
+error; 75 start it again: the program was updated, the disk was full, or the hub did not answer."""
 
 ANY_HELP = (
-    "join a run of the directory: of the runs that this machine can train and that answer, the one with the most "
-    "parameters; of several, the one with the most members. A data folder that has a run continues it"
+    "join the largest listed run that fits this machine and answers; of several, the one with the most members. A data "
+    "folder that has a run continues it"
 )
 FROM_HELP = (
     "found a run that continues a publication (`publish.to`), with its parameters, momentum, tokens and settings: a "
@@ -218,9 +218,11 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
     command.add_argument("--by", choices=("owner", "team"), help="print one line for each owner or team")
     command = add("logs", _logs, "print the newest log lines of the node")
     command.add_argument("-f", "--follow", action="store_true", help="print further lines until Ctrl-C")
-    command.add_argument("--level", choices=("debug", "info", "warning", "error"), default="info")
+    command.add_argument(
+        "--level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level (default: info)"
+    )
     command.add_argument("-n", "--lines", metavar="N", type=int, default=50, help="number of lines (default: 50)")
-    command = add("pause", _act, "free the machine at once, and stay a member")
+    command = add("pause", _act, "free the machine within seconds, and stay connected")
     until = command.add_mutually_exclusive_group()
     until.add_argument("--for", dest="for_s", metavar="TIME", type=duration_s, help="such as 45m, 2h or 1h30m")
     moment_help = "such as 18:30, 'tomorrow 8:00', 'mon 8:00' or RFC 3339"
@@ -228,7 +230,7 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
     until.add_argument(
         "--after-round", metavar="N", type=int, help="pause when round N has ended; 0: when the current round has"
     )
-    add("resume", _act, "end a pause")
+    add("resume", _act, "end a pause, or start a node again that has stopped or shows an error")
     add("drain", _act, "take part in the current round, then stop")
     add("leave", _act, "stop now, cleanly")
     add("invite", _invite, "print the invite of this node's run")
@@ -570,7 +572,10 @@ def _install_service(call: Call) -> int:
     if args.dry_run:
         print(service.describe(plan, is_removal=args.remove))
     elif args.remove:
-        service.remove(plan, service.run_command)
+        if not service.remove(plan, service.run_command):
+            if scope == "system":
+                raise UsageError("The machine has no such service. For a service of a user, use --user, without sudo.")
+            raise UsageError("You have no such service. For a service of the machine, run the command with sudo.")
         print(f"The service is removed. The data folder {plan.data_dir} stays.")
     else:
         if warning := service.install(plan, service.run_command):

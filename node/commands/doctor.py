@@ -107,7 +107,7 @@ def run_checks(setup: NodeSetup) -> Iterator[Finding]:
     yield _check_clock()
     yield from _check_container()
     yield from _check_schedule(setup.config)
-    yield check_rounds(setup.run, setup.members)
+    yield check_rounds(setup.run, setup.members, is_member=setup.manifest is not None)
     yield from _check_ports(setup)
     yield from _check_bootstrap(setup)
     run, config = setup.run, setup.config
@@ -271,17 +271,14 @@ def _check_bootstrap(setup: NodeSetup) -> Iterator[Finding]:
 # The requirements of the run
 
 
-def check_rounds(run: RunConfig, members: int) -> Finding:
+def check_rounds(run: RunConfig, members: int, *, is_member: bool) -> Finding:
     """Compare the number of the run's rounds, if all members make H steps in each, with the outer momentum."""
     rounds = run.total_tokens / (run.round.inner_steps * run.tokens_per_inner_step * members)
     text = f"The whole run has about {_two_digits(rounds)} rounds with {members} members"
     if rounds < FEW_ROUNDS and run.outer.momentum > HIGH_MOMENTUM:
-        return Finding(
-            "warn",
-            "rounds",
-            f"{text}, too few for an outer momentum of {run.outer.momentum:g}: set run.outer.momentum to "
-            f"{HIGH_MOMENTUM:g}, or lower run.round.inner_steps.",
-        )
+        remedy = f"set run.outer.momentum to {HIGH_MOMENTUM:g}, or lower run.round.inner_steps"
+        remedy = "only those who steer the run can change this" if is_member else remedy
+        return Finding("warn", "rounds", f"{text}, too few for an outer momentum of {run.outer.momentum:g}: {remedy}.")
     return Finding("ok", "rounds", f"{text}.")
 
 
@@ -386,7 +383,7 @@ def _check_link(run: RunConfig, payload: float, step_s: float, stall_s: float, l
         return Finding("warn", "link", "A round of one inner step leaves no time for a transfer: raise inner_steps.")
     text = f"To contribute to every round a member needs at least {_two_digits(needed_mbit_s)} Mbit/s up and down"
     if limit_mbit_s < needed_mbit_s:
-        remedy = "raise the limits, or choose a smaller codec, overlapped sync or more inner steps"
+        remedy = "raise the limits; those who steer the run can choose fewer bits, overlapped sync or more inner steps"
         return Finding("warn", "link", f"{text}; this node's limit is {limit_mbit_s:g}: {remedy}.")
     return Finding("ok", "link", f"{text}.")
 

@@ -20,7 +20,7 @@ EXAMPLES = {
   diloco-node steer rollback 96           # parameters and momentum of round 96 come back
   diloco-node steer stop                  # the run is complete, and all nodes stop
 If the run needs several signatures:
-  diloco-node steer amend inner.lr=2e-4 --out change.json
+  diloco-node steer amend inner.lr=2e-4 --from-round 500 --out change.json
   diloco-node steer sign change.json      # by each of the others
   diloco-node steer submit change.json
 """,
@@ -64,7 +64,7 @@ If the run needs several signatures:
 """,
     "config": """\
   diloco-node config
-  diloco-node config --limits.upload_mbit_s 10                   # as it would be with this setting
+  diloco-node config --data-dir .data/first
 """,
     "install-service": """\
   diloco-node install-service --join diloco1-... --dry-run       # what it would write and run

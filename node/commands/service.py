@@ -454,8 +454,8 @@ def _has_group(name: str) -> bool:
     return True
 
 
-def remove(plan: ServicePlan, run: Runner) -> None:
-    """End the service and remove its files. The data folder and the service's user stay.
+def remove(plan: ServicePlan, run: Runner) -> bool:
+    """End the service and remove its files. The data folder and the service's user stay. Returns whether there was one.
 
     Raises MachineError if a service of systemd does not end; its files stay then.
     """
@@ -469,6 +469,7 @@ def remove(plan: ServicePlan, run: Runner) -> None:
             file.path.unlink()
     if _is_of_systemd(plan):
         run(plan.start[0])  # Lets systemd forget the unit.
+    return is_there
 
 
 def _is_of_systemd(plan: ServicePlan) -> bool:

@@ -295,7 +295,7 @@ def _check_command(command: str) -> str:
 
 
 class NotifyConfig(Section):
-    """Messages to the owner when the node needs them: an error, a full disk, a port that nobody reaches, an update."""
+    """Messages to the owner when the node needs them: an error, a warning, a port that nobody reaches, an update."""
 
     webhook: Annotated[str, AfterValidator(_check_url)] = ""
     """URL that gets a POST with JSON: `node`, `run`, `code`, `text` and `at`."""
@@ -331,7 +331,7 @@ TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,40}$")]
 
 class EvaluateConfig(Section):
     """Evaluation of the model on tasks of lm-eval, on the CPU and at low priority. It needs
-    `pip install 'diloco-node[eval]'`. The nodes of a run that name tasks are drawn by hash. All members see the
+    the extra `eval` (configs/README.md). The nodes of a run that name tasks are drawn by hash. All members see the
     medians."""
 
     tasks: tuple[TaskName, ...] = ()
@@ -352,8 +352,8 @@ class MetricsConfig(Section):
 
     sinks: tuple[Literal["jsonl", "tensorboard", "trackio", "wandb", "otlp"], ...] = ()
     """Where this node writes the curves of the whole run, below `metrics/` in its data folder. `otlp` sends them to
-    OTEL_EXPORTER_OTLP_ENDPOINT. `wandb` is offline unless WANDB_MODE says otherwise. All but `jsonl` need a package:
-    `pip install 'diloco-node[NAME]'`."""
+    OTEL_EXPORTER_OTLP_ENDPOINT. `wandb` is offline unless WANDB_MODE says otherwise. All but `jsonl` need
+    the extra of the same name (configs/README.md)."""
 
 
 class LogConfig(Section):

@@ -163,7 +163,7 @@ class Feed:
             except SinkFailed as exc:
                 await self._kill()
                 again = f"the node tries again every {self._timings.retry_s:g} s, or remove it from metrics.sinks"
-                install = f"run `pip install 'diloco-node[{self._name}]'`, and start the node again"
+                install = f"run `pip install 'diloco-node[{self._name}]'` with the node's own pip, and start it again"
                 self._tell(str(exc), install if exc.is_final else again)
                 self._is_over = exc.is_final
             except Exception:

@@ -37,7 +37,7 @@ def evaluate_folder(folder: Path, cfg: EvaluateConfig) -> dict[str, float]:
         except ImportError as exc:
             raise MachineError(
                 f"Evaluation on tasks needs a package that is not installed ({exc.name}): run "
-                "`pip install 'diloco-node[eval]'`.",
+                "`pip install 'diloco-node[eval]'` with the node's own pip.",
                 code=NOT_INSTALLED,
             ) from exc
         logging.getLogger("lm_eval").setLevel(logging.ERROR)

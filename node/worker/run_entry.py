@@ -317,7 +317,7 @@ class RunEntry:
         assert self._invite is not None
         while True:
             problem = swarm.view.problem or "no peer was found"
-            reason = f"No peer answers yet ({problem}); retrying. Check that the bootstrap peer is up and reachable."
+            reason = f"No member answers yet ({problem}); retrying. Check the network, or ask for a new invite."
             self._reporter.enter(Phase.CONNECTING, reason, "no_peers")
             data = self._waiter.wait(swarm.start_call(lambda member: member.fetch_manifest()))
             if data is not None:

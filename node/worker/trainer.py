@@ -416,7 +416,7 @@ class Trainer:
 
     def wait_for_amendment(self) -> None:
         """Wait until an amendment resumes or stops the run. The swarm's thread takes part in the rounds meanwhile."""
-        reason = "An amendment has paused the run. Training goes on when another one resumes it."
+        reason = "Those who steer this run have paused it. This node goes on by itself when they resume it."
         with self._counters.doing(Activity.PAUSED):
             while self.run_is_paused:
                 self._reporter.enter(Phase.SYNCING, reason, "run_paused")

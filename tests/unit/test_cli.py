@@ -134,7 +134,7 @@ def test_help_names_every_command_and_exit_code() -> None:
         "0 stopped",
         "2 bad usage",
         "3 this machine",
-        "4 refused",
+        "4 the manifest",
         "10 the run speaks another protocol",
         "70 internal error",
         "75 start it again",

@@ -185,7 +185,7 @@ def test_a_missing_package_is_told_once_with_the_command_that_installs_it(tmp_pa
     node.during(action)
     ((_, text),) = node.notices
     assert node.sinks._feeds[0].waiting == 0
-    assert "run `pip install 'diloco-node[tensorboard]'`, and start the node again" in text
+    assert "run `pip install 'diloco-node[tensorboard]'` with the node's own pip" in text
 
 
 def test_a_sink_that_refuses_is_started_again_and_loses_no_point(tmp_path: Path) -> None:

@@ -349,6 +349,8 @@ def test_second_install_changes_only_what_it_is_given(
         "DILOCO_JOIN": INVITE, "DILOCO_NODE__NAME": "b", "DILOCO_API__PORT": "81"
     }.items()  # fmt: skip
     assert f"The data folder {data} stays" in call("--remove")
+    assert cli.main(["install-service", "--remove"], environ={"HOME": str(tmp_path)}) == 2
+    assert "For a service of the machine, run the command with sudo." in capsys.readouterr().err
 
 
 def test_bad_invite_is_refused_before_anything_is_written(

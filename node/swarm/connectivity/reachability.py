@@ -262,8 +262,8 @@ class Reachability:
                 effect = (
                     f"this relay carries no calls until others reach TCP port {port}; forward or publish it."
                     if self._is_relay
-                    else "this node trains and contributes, but no peer can call it directly; forward that port or set "
-                    "swarm.announce."
+                    else "this node takes full part. If you can, forward that port or set swarm.announce, so that "
+                    "others can connect to it."
                 )
                 text = f"No inbound connection reached TCP port {port}{self._failures()}: {effect}"
         if self._refuted:
