@@ -182,7 +182,7 @@ def test_a_joiner_ignores_malformed_descriptions_of_states_and_malformed_votes(s
     brief = malformed()
     reply_with(bad, "state", brief)
     for _ in brief:
-        assert not joiner.host.do(search.servers(str(header["digest"]), ()))
+        assert not joiner.host.do(search.servers(str(header["digest"]), ()))[0]
 
 
 def test_malformed_probe_results_do_not_make_a_node_reachable(swarm: Swarm) -> None:

@@ -165,10 +165,13 @@ class Downloader:
         return replace(tip, links=await self._links_to(tip, servers_now))
 
     async def _find_servers(self, snapshot: Snapshot, known: Collection[str]) -> list[str]:
-        """The peers that serve the state now, and the known servers that are live: they would say if they stopped."""
-        found = await self._providers.servers(snapshot.digest, self._banned)
+        """The peers that serve the state now, and the known servers that are live and have not said that it is gone.
+
+        A leaf that was requested from one that has may never arrive.
+        """
+        serving, gone = await self._providers.servers(snapshot.digest, self._banned)
         live = {record.peer_id for record in self._peer_table.others()}
-        return sorted({*found, *live.intersection(known)})
+        return sorted({*serving, *live.intersection(known).difference(gone)})
 
     async def _fetch_credit(self, snapshot: Snapshot, peers: Sequence[str]) -> CreditTable:
         """Fetch the table of credit, which must have the root in the description. Raises TransferFailed.

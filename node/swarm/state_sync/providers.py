@@ -192,7 +192,7 @@ class ProviderSearch:
             if one is not None and _is_wanted(one.snapshot, target):
                 states.setdefault(one.snapshot.digest, one).servers.add(peer)
         servers = await asyncio.gather(*(self.servers(digest, banned, peers) for digest in states))
-        for state, serving in zip(states.values(), servers, strict=True):
+        for state, (serving, _) in zip(states.values(), servers, strict=True):
             state.servers.update(serving)
         heads = [record.head for record in self._peer_table.others()]  # Before the calls, so that the chains have them.
         chains = await self._chains(states.values(), target, peers)
@@ -295,20 +295,26 @@ class ProviderSearch:
                 is_proven = True
         return replace(state, is_proven=is_proven, standing=sum(head in later for head in heads))
 
-    async def servers(self, digest: str, banned: Collection[str], peers: Sequence[str] = ()) -> list[str]:
-        """The peers that serve this state now. Asks `peers`, or a random choice of all if `peers` is empty."""
+    async def servers(
+        self, digest: str, banned: Collection[str], peers: Sequence[str] = ()
+    ) -> tuple[list[str], list[str]]:
+        """The peers that serve this state now, and those that say that they do not have it any more.
 
-        async def serves(peer: str) -> bool:
+        Asks `peers`, or a random choice of all if `peers` is empty.
+        """
+
+        async def ask(peer: str) -> str:
             request = Message({"digest": digest, "brief": True})
             try:
                 reply = await self._wire.call(peer, "state", request, timeout_s=CALL_S)
-            except PeerError:
-                return False
-            return bool(reply.header.get("digest") == digest)
+            except PeerError as exc:
+                return exc.code
+            return "serves" if reply.header.get("digest") == digest else ""
 
         peers = peers or self._peers(banned)
-        found = await asyncio.gather(*map(serves, peers))
-        return [peer for peer, is_server in zip(peers, found, strict=True) if is_server]
+        answers = list(zip(peers, await asyncio.gather(*map(ask, peers)), strict=True))
+        serving, gone = ([peer for peer, answer in answers if answer == wanted] for wanted in ("serves", "gone"))
+        return serving, gone
 
     def _votes(self, head: str) -> dict[str, str]:
         """Each live peer's digest of the state at a head, from its newest record. This node is included."""
