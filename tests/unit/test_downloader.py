@@ -92,6 +92,9 @@ def test_a_proof_of_another_round_another_head_or_too_few_peers_is_refused() -> 
 class Source:
     """A StateSource of one state. It sends `data` in place of every leaf. `next_proof` belongs to the next round."""
 
+    hangs: tuple[str, ...] = ()
+    """Verbs that its server does not answer."""
+
     def __init__(self, tip: Tip, data: bytes | None = None, next_proof: Proof | None = None) -> None:
         self.tip, self.data, self.next_proof = tip, data, next_proof
 
@@ -122,6 +125,18 @@ def description(tip: Tip, **changes: Any) -> Message:
 class HungSource(Source):
     """A source whose server describes the state and then answers no other request."""
 
+    hangs = ("leaf", "chain")
+
+
+class GoneSource(Source):
+    """A source whose state is gone after the joiner has chosen it."""
+
+    hangs, calls = ("leaf",), 0
+
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
+        self.calls += 1
+        return super().find(name, hold=hold) if self.calls <= 2 else None
+
 
 async def hang(_caller: str, _request: Message) -> Message:
     await asyncio.sleep(60)
@@ -150,8 +165,7 @@ def download(
                 proof = source.next_proof or source.tip.proof
                 links = Message(blobs=[proof.model_dump_json().encode()] if proof else [])
                 server.serve({"chain": Service(answer_with(links), Channel.STATE)})
-            if isinstance(served, HungSource):
-                server.serve(dict.fromkeys(("leaf", "chain"), Service(hang, Channel.STATE)))
+                server.serve(dict.fromkeys(source.hangs, Service(hang, Channel.STATE)))
             record = PeerRecord(peer_id=peer.peer_id, number=1, run=RUN, head=RUN, phase=Phase.PAUSED)
             peer_table.merge([sign_record(peer, record)])
         downloader = Downloader(wire, peer_table, RULES, folder, random.Random(0))
@@ -182,6 +196,15 @@ def test_a_peer_that_hangs_after_it_described_its_state_does_not_delay_the_downl
     found = download([HungSource(new), new])
     assert found.digest == new.digest and found.links[-1].head == new.head
     assert time.monotonic() - began_at_s < 10
+
+
+def test_a_download_ends_if_its_only_server_says_that_the_state_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reply to a request for a leaf was lost, so nothing else would end the wait within two minutes."""
+    monkeypatch.setattr("node.swarm.state_sync.downloader.REFRESH_S", 0.1)
+    began_at_s = time.monotonic()
+    with pytest.raises(TransferFailed, match="not available from any peer"):
+        download([GoneSource(proven_tip(4))])
+    assert time.monotonic() - began_at_s < 5, "the peer counts as dead after 8 s in this test"
 
 
 def test_joiner_downloads_the_state_that_most_peers_serve() -> None:
