@@ -27,12 +27,15 @@ os.execv(sys.argv[1], sys.argv[1:])
 _LAUNCH_AND_POLL = """
 import os, signal, subprocess, sys
 parent = os.getppid()
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 program = subprocess.Popen(sys.argv[1:])
-signal.signal(signal.SIGTERM, lambda number, frame: program.terminate())
 while True:
     try:
         sys.exit(program.wait(0.2))
     except subprocess.TimeoutExpired:
+        if asked:
+            program.terminate()
         if os.getppid() != parent:
             program.kill()
 """

@@ -46,9 +46,12 @@ def test_a_round_transfers_only_its_fragment(swarm: Swarm) -> None:
     round_of(nodes, 1)
     payload = nodes[0].rules.layout_at(1).encoded_bytes()
     assert payload == 4 * elements(nodes[0].rules.layout_at(1).ranges) < 4 * PARAMETERS / 2
+    proof = nodes[0].tip.proof
+    assert proof is not None
+    attempts = 1 + parse(RoundOutcome, proof.outcome.text).plan.attempt  # On a busy machine, one may fail.
     for node, sent in zip(nodes, before, strict=True):
         moved = node.host.wire.traffic.sent_bytes[Channel.REDUCE] - sent
-        assert payload <= moved < payload + 20_000
+        assert payload <= moved < attempts * payload + 20_000
 
 
 def test_a_late_member_replays_rounds_of_all_fragments(swarm: Swarm) -> None:
