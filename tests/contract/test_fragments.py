@@ -7,6 +7,7 @@ import torch
 from node.diloco.aggregate import weighted_mean
 from node.diloco.fragments import elements, take
 from node.status import Channel, Phase
+from node.swarm.messages import RoundOutcome, parse
 from tests.contract.harness import OUTER, Node, Swarm, assert_same, offer_all, round_of, wait_until
 from tests.contract.test_state import Memory, download, joiner, restart_at, serve
 
