@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class FakeModel:
     go: threading.Event = field(default_factory=threading.Event)
     asked: list[tuple[Any, SamplingOptions]] = field(default_factory=list)
     facts: ModelFacts = FACTS
+    word_s: float = 0.0
+    """Time between two words."""
 
     def complete(self, text: str, options: SamplingOptions) -> Iterator[Piece]:
         self.asked.append((text, options))
@@ -46,6 +49,7 @@ class FakeModel:
         if text == "fault":
             raise RuntimeError("a fault of ours")
         for number, word in enumerate(self.words, 1):
+            time.sleep(self.word_s)
             if "wait" in text and number == len(self.words):
                 assert self.go.wait(PATIENCE_S)
             yield Piece(str(word), 5, number, "length" if number == len(self.words) else None)
@@ -375,7 +379,7 @@ async def all_slots_are_free(model: FakeModel, http: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_generation(stream: bool) -> None:
-    model = FakeModel(words=range(10**9))
+    model = FakeModel(words=range(10**9), word_s=0.001)  # Without a pause, the words would fill the event loop.
 
     async def use(served: Served, http: httpx.AsyncClient) -> None:
         body = json.dumps({**ASK, "prompt": "wait", "stream": stream}).encode()
