@@ -35,6 +35,7 @@ while True:
         sys.exit(program.wait(0.2))
     except subprocess.TimeoutExpired:
         if asked:
+            asked.clear()
             program.terminate()
         if os.getppid() != parent:
             program.kill()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 START_S = 30.0
-"""A member sends to all reducers at once, as soon as it has the plan, or its depositary does. A reducer
-stops waiting for a sender that has sent nothing for this time."""
+"""A member sends to all reducers at once, as soon as it has the plan, or its depositary does. A reducer stops
+waiting for a sender that has sent nothing for this time."""
 
 
 class Incoming:

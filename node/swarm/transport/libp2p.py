@@ -450,7 +450,7 @@ class Libp2pWire:
         return enter
 
     def count_dht_bytes(self, sent: int, received: int) -> None:
-        """Count bytes of the DHTs. They count towards the limits, and do not wait."""
+        """Count bytes of the DHTs. They do not wait, and the rate limits count them up to the share of small calls."""
         self.traffic.sent_bytes[Channel.DHT] += sent
         self.traffic.received_bytes[Channel.DHT] += received
         self.upload_limiter.try_acquire_priority(sent)
