@@ -167,7 +167,7 @@ class Downloader:
     async def _find_servers(self, snapshot: Snapshot, known: Collection[str]) -> list[str]:
         """The peers that serve the state now, and the known servers that are live and have not said that it is gone.
 
-        A leaf that was requested from one that has may never arrive.
+        A leaf that was requested from a peer without the state may never arrive.
         """
         serving, gone = await self._providers.servers(snapshot.digest, self._banned)
         live = {record.peer_id for record in self._peer_table.others()}

@@ -303,18 +303,18 @@ class ProviderSearch:
         Asks `peers`, or a random choice of all if `peers` is empty.
         """
 
-        async def ask(peer: str) -> str:
+        async def serves(peer: str) -> bool | None:
+            """None if the peer does not say."""
             request = Message({"digest": digest, "brief": True})
             try:
                 reply = await self._wire.call(peer, "state", request, timeout_s=CALL_S)
             except PeerError as exc:
-                return exc.code
-            return "serves" if reply.header.get("digest") == digest else ""
+                return False if exc.code == "gone" else None
+            return reply.header.get("digest") == digest or None
 
         peers = peers or self._peers(banned)
-        answers = list(zip(peers, await asyncio.gather(*map(ask, peers)), strict=True))
-        serving, gone = ([peer for peer, answer in answers if answer == wanted] for wanted in ("serves", "gone"))
-        return serving, gone
+        answers = list(zip(peers, await asyncio.gather(*map(serves, peers)), strict=True))
+        return [peer for peer, answer in answers if answer], [peer for peer, answer in answers if answer is False]
 
     def _votes(self, head: str) -> dict[str, str]:
         """Each live peer's digest of the state at a head, from its newest record. This node is included."""
