@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import time
 from collections import Counter
@@ -38,6 +39,13 @@ class Totals:
     cpu_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     failed: list[Report] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    """The digest of the messages of each seed."""
+
+    @property
+    def digest(self) -> str:
+        """The digest of all messages of all seeds. It is the same each time, in any process."""
+        return hashlib.sha256("".join(self.digests).encode()).hexdigest()[:32]
 
     def add(self, report: Report) -> None:
         self.seeds += 1
@@ -50,6 +58,7 @@ class Totals:
         self.virtual_s += report.virtual_s
         self.cpu_s += report.cpu_s
         self.faults += report.faults
+        self.digests.append(report.digest)
         if report.violations:
             self.failed.append(report)
 
@@ -92,6 +101,7 @@ def show(totals: Totals, took_s: float) -> None:
     )
     print(f"{totals.faults.total()} faults ({kinds}), {totals.faults.total() / cpu_hours:.0f} an hour of CPU")
     print(f"{took_s:.1f} s, {totals.cpu_s:.1f} s of CPU; {len(totals.failed)} failed; next seed {totals.next_seed}")
+    print(f"digest of all messages: {totals.digest}")
     sys.stdout.flush()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -87,6 +90,17 @@ def test_none_of_many_simulated_seeds_violates_an_invariant(first: int) -> None:
 def test_one_hostile_node_neither_forks_nor_stops_the_others(hostile: str) -> None:
     reports = [simulate(replace(draw(seed), hostile=hostile))[0] for seed in range(5)]
     assert {report.seed: report.violations for report in reports if report.violations} == {}
+
+
+@pytest.mark.parametrize("seed", [pytest.param(3049, id="an outcome is proposed again")])
+def test_a_simulated_seed_gives_the_same_messages_in_two_processes_with_other_string_hashes(seed: int) -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed)]
+    shown = [
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": hashes}, capture_output=True, check=True, text=True)
+        for hashes in ("0", "1")
+    ]
+    assert "digest of all messages" in shown[0].stdout
+    assert shown[0].stdout == shown[1].stdout
 
 
 @pytest.mark.parametrize("seed", [1, 5, 21])

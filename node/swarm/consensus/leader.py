@@ -171,7 +171,7 @@ class Leader:
                     raise RoundFailed("a result that may be committed cannot be fetched", code="timeout") from exc
                 doubted.add(one.outcome)
             else:
-                attempt.support = {peer: (said[peer].attempt, said[peer].vote) for peer in one.claimants}
+                attempt.support = {peer: (said[peer].attempt, said[peer].vote) for peer in sorted(one.claimants)}
                 return claim
         return None
 
