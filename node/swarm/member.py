@@ -326,8 +326,14 @@ class SwarmMember:
         states: KeptStates,
         deliver: Deliver,
         on_lost: Callable[[ResyncCause], None],
+        has_room: Callable[[], bool],
     ) -> None:
-        """Take part in the rounds after this tip. `on_lost` is called if this node must download a state to go on."""
+        """Take part in the rounds after this tip.
+
+        Args:
+            on_lost: called if this node must download a state to go on.
+            has_room: whether `deliver` can take one more replayed round (`CatchUp`).
+        """
 
         def open_on_disk() -> Chain:
             store = ResultStore(self._cache, len(rules_after(rules, tip).layouts), room=self.options.room)
@@ -338,7 +344,7 @@ class SwarmMember:
         more = file, states
         self.participant = Participant(self.wire, self.peer_table, rules, chain, self.options.faults, deliver, *more)
         self.show_tip(tip)
-        self._catch_up = CatchUp(self.participant, on_lost)
+        self._catch_up = CatchUp(self.participant, on_lost, has_room)
         self.run(self.participant.run(), self._catch_up.run())
         if rules.amended is not None:
             self.run(self.participant.accept_amendments(), self.participant.pool.run())

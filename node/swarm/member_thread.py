@@ -32,6 +32,10 @@ Mail = Committed | RoundFailed | SwarmError
 """Events of the swarm, in order. A SwarmError other than RoundFailed and Lost means that the thread has ended."""
 
 
+MOST_REPLAYED = 2
+"""Replayed rounds that wait for the trainer at a time."""
+
+
 class Lost(SwarmError):
     """This node cannot replay rounds up to the others' head, so it must download the state."""
 
@@ -40,11 +44,42 @@ class Lost(SwarmError):
         self.cause = cause
 
 
+class Mailbox:
+    """Events of the swarm for the trainer, in order. The swarm's loop puts them, and the main thread takes them."""
+
+    def __init__(self) -> None:
+        self._mail: queue.SimpleQueue[Mail] = queue.SimpleQueue()
+        self._rounds_put = self._rounds_taken = 0
+
+    @property
+    def waiting_rounds(self) -> int:
+        """The committed rounds that the trainer has not taken. Each one holds a whole state."""
+        return self._rounds_put - self._rounds_taken
+
+    def empty(self) -> bool:
+        return self._mail.empty()
+
+    def put(self, mail: Mail) -> None:
+        self._rounds_put += isinstance(mail, Committed)
+        self._mail.put(mail)
+
+    def get(self, timeout: float = 0.0) -> Mail:
+        """Take the next event. Raises queue.Empty if there is none within `timeout` seconds."""
+        mail = self._mail.get(timeout=timeout)
+        self._rounds_taken += isinstance(mail, Committed)
+        return mail
+
+    def clear(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self.get()
+
+
 class SwarmThread:
     """The trainer's handle on the member's thread. Starts in `open`, ends in `close`."""
 
     def __init__(self, options: MemberOptions) -> None:
-        self.mailbox: queue.SimpleQueue[Mail] = queue.SimpleQueue()
+        self.mailbox = Mailbox()
         self._options = options
         self._loop = asyncio.new_event_loop()
         self._member: SwarmMember | None = None
@@ -125,7 +160,15 @@ class SwarmThread:
     def take_part(self, rules: Rules, tip: Tip, source: KeptSource) -> None:
         async def begin(member: SwarmMember) -> None:
             member.serve_state(source)
-            await member.take_part(rules, tip, source, self.mailbox.put, lambda cause: self.mailbox.put(Lost(cause)))
+            mail = self.mailbox
+            await member.take_part(
+                rules,
+                tip,
+                source,
+                mail.put,
+                on_lost=lambda cause: mail.put(Lost(cause)),
+                has_room=lambda: mail.waiting_rounds < MOST_REPLAYED,
+            )
 
         self.start_call(begin).result(START_S)
 
@@ -150,7 +193,7 @@ class SwarmThread:
         async def restart(member: SwarmMember) -> None:
             assert member.participant is not None
             member.participant.restart_at(tip)
-            self._drop_mail()  # It is about the chain that this node has left.
+            self.mailbox.clear()  # It is about the chain that this node has left.
 
         self.start_call(restart).result(START_S)
 
@@ -158,15 +201,10 @@ class SwarmThread:
         """Continue from the present tip (`CatchUp.restart_here`), with an empty mailbox. Returns the tip."""
 
         async def restart(member: SwarmMember) -> Tip:
-            self._drop_mail()  # It is in the tip already, or says that this node must download a state.
+            self.mailbox.clear()  # It is in the tip already, or says that this node must download a state.
             return member.restart_here(cause)
 
         return self.start_call(restart).result(START_S)
-
-    def _drop_mail(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self.mailbox.get_nowait()
 
     def say(self, phase: Phase, tokens_per_second: float, utilization_ratio: float | None) -> None:
         async def tell(member: SwarmMember) -> None:

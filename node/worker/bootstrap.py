@@ -413,7 +413,8 @@ class Worker:
             trainer.apply_committed_rounds()
         if trainer.tip.round >= first:
             logger.info("Replayed rounds %d to %d from the disk.", first, trainer.tip.round)
-        tip = self._waiter.wait(session.swarm.start_call(lambda member: member.align()))
+        aligning = session.swarm.start_call(lambda member: member.align())
+        tip = self._waiter.wait(aligning, on_poll=trainer.apply_committed_rounds)
         trainer.apply_committed_rounds()
         trainer.align_to(tip, is_new=not session.start.is_resumed)
 

@@ -110,7 +110,7 @@ class Trainer:
         self._progress = Progress()
         self._settle_s = 0.0
         """Time from the newest commit that this node waited for to its next inner step."""
-        self._is_settling = False
+        self._is_settling = self._is_behind = False
         self._resets = 0
         self._last_step: tuple[float, float] | None = None
         """(loss, learning rate) of the newest inner step."""
@@ -426,14 +426,14 @@ class Trainer:
 
     def apply_committed_rounds(self) -> None:
         """Apply all rounds that the swarm has committed so far."""
-        while not self._has_caught_up:
+        while not self._session.swarm.mailbox.empty():
             self._process_mail()
             self._report_and_check()
 
     @property
     def _has_caught_up(self) -> bool:
-        """Whether no further committed round is waiting."""
-        return self._session.swarm.mailbox.empty()
+        """Whether no further committed round is waiting or known."""
+        return self._session.swarm.mailbox.empty() and not self._is_behind
 
     def _process_mail(self, timeout_s: float = 0.0, blocked_since: float | None = None) -> None:
         """Process one item of the mailbox, if one arrives within `timeout_s`. Raises errors of the swarm."""
@@ -454,7 +454,7 @@ class Trainer:
             self._begin_checkpoint()
         began_at = time.monotonic()
         fragment, ranges = self._next_fragment, self._next_ranges
-        old, self.tip = self.tip, committed.tip
+        old, self.tip, self._is_behind = self.tip, committed.tip, committed.is_behind
         if not committed.is_replayed:
             self._credit_file.round_over(old, self.tip)
         if self._terms.is_paused:

@@ -7,6 +7,7 @@ methods of both from the test's thread. `Swarm.close` ends what they have starte
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import random
 import secrets
@@ -40,6 +41,7 @@ from node.swarm.consensus.leader_election import leader_order
 from node.swarm.consensus.participant import Participant
 from node.swarm.faults import Faults, PlannedFault, Role, StageName
 from node.swarm.identity import load_identity
+from node.swarm.member_thread import Mailbox
 from node.swarm.membership.directory import ListingValidator
 from node.swarm.membership.discovery import SignedRecordValidator
 from node.swarm.membership.gossip import Gossip
@@ -220,7 +222,9 @@ class Node:
     def __init__(self, host: Host, rules: Rules, tip: Tip, faults: Faults, timings: MemberTimings) -> None:
         self.host, self.rules = host, rules
         self.peer_id = host.peer_id
-        self.mail: queue.SimpleQueue[Committed | RoundFailed] = queue.SimpleQueue()
+        self.mail = Mailbox()
+        self.most_waiting = math.inf
+        """Replayed rounds that may wait in `mail`."""
         self.failures: list[RoundFailed] = []
         self.lost = threading.Event()
         self.cause: ResyncCause | None = None
@@ -238,7 +242,7 @@ class Node:
         self.gossip = Gossip(wire, self.peer_table, random.Random(self.peer_id))
         self.chain = Chain(tip, ResultStore(self.host.cache, len(rules.layouts)))
         self.participant = Participant(wire, self.peer_table, rules, self.chain, faults, self.mail.put)
-        self.catch_up = CatchUp(self.participant, self._lose)
+        self.catch_up = CatchUp(self.participant, self._lose, lambda: self.mail.waiting_rounds < self.most_waiting)
         self._tasks = [loop.create_task(self.participant.run()), loop.create_task(self.catch_up.run())]
 
     def _lose(self, cause: ResyncCause) -> None:
@@ -287,6 +291,7 @@ class Node:
                 raise AssertionError(f"{self.peer_id[-6:]}: no round in {timeout_s} s, {self.failures}") from None
             if isinstance(mail, Committed):
                 return mail
+            assert isinstance(mail, RoundFailed)
             self.failures.append(mail)
 
     # leaving

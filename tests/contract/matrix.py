@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from node.diloco.digest import LEAF_ELEMENTS
+from node.errors import RoundFailed
 from node.status import Phase
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
@@ -130,6 +131,7 @@ class ScriptedTrainer:
         while not self.node.mail.empty():
             mail = self.node.mail.get()
             if not isinstance(mail, Committed):
+                assert isinstance(mail, RoundFailed)
                 self.node.failures.append(mail)
                 continue
             round_ = mail.outcome.round

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import pytest
 
+from node.errors import PeerError, RoundFailed
 from node.status import Channel
+from node.swarm.allreduce.reducer import Reducer
 from node.swarm.allreduce.uplink_estimator import NEEDED_ROUNDS
 from node.swarm.consensus import leader
 from node.swarm.consensus.ballot import Attempt, LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import Plan
-from node.swarm.transport.wire import Message, Service
+from node.swarm.transport.wire import CallLimiter, Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
 """These are thirteen chunks, so every member reduces some of them."""
 PEERS = 5
+LARGE_BYTES = 5000
+"""Messages without chunks are shorter."""
 ROUNDS = 4
 ALL = 0.95
 """A quorum ratio that waits for all members, however slow the machine is."""
@@ -201,3 +207,51 @@ def test_outcome_is_accepted_only_if_it_includes_half_of_its_plan(
     is_accepted = 2 * count >= PEERS
     assert (leader_of(done) == bad.peer_id) == is_accepted
     assert len(done.outcome.included) == (count if is_accepted else PEERS)
+
+
+class FullAtFirst(CallLimiter):
+    """Has no memory for the first contributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = 0
+
+    @contextmanager
+    def _hold(self, size: int) -> Iterator[None]:
+        if size > LARGE_BYTES and self.refused < PEERS - 1:
+            self.refused += 1
+            raise PeerError("this node has no memory for another message now", code="busy")
+        with super()._hold(size):
+            yield
+
+
+def test_members_send_their_chunks_again_to_a_reducer_that_had_no_memory_for_them(swarm: Swarm) -> None:
+    nodes = new_nodes(swarm, PEERS, quorum_ratio=ALL)
+    full = FullAtFirst()
+    nodes[0].host.wire._call_limiter = full  # type: ignore[attr-defined]
+    committed = round_of(nodes, 0)[0]
+    assert full.refused, "this node reduces nothing"
+    assert committed.outcome.plan.attempt == 0 and len(committed.outcome.included) == PEERS
+
+
+def test_a_reducer_does_not_keep_the_contributions_of_an_attempt_that_is_over(swarm: Swarm) -> None:
+    """A leader that waits for them may be gone."""
+    nodes = new_nodes(swarm, 2)
+    node, leader_id = nodes[0], nodes[1].peer_id
+
+    async def ask() -> None:
+        attempt = node.participant.ballot.joined(node.tip.head, 0)
+        attempt.asked.add(leader_id)
+        joins: dict[str, Any] = {leader_id: None, "absent": None}
+        attempt.weights = joins
+        attempt.reducer = Reducer(node.rules.layouts[0], [0], dict.fromkeys(joins, 1), dict.fromkeys(joins, 1.0))
+        attempt.planned.set()
+        handlers = node.participant._handlers
+        handlers.incoming.receive("absent").__enter__()
+        asking = asyncio.create_task(handlers._on_collect(leader_id, Message(attempt.key)))
+        done, _ = await asyncio.wait([asking], timeout=1.0)
+        assert not done
+        attempt.fail(RoundFailed("the leader is gone"))
+        assert (await asyncio.wait_for(asking, 2.0)).header == {"arrived": []}
+
+    node.host.do(ask())

@@ -19,6 +19,7 @@ from node.errors import TransferFailed
 from node.status import Channel, Phase
 from node.swarm.allreduce.result_store import KEPT_ROUNDS
 from node.swarm.chain.chain import Tip
+from node.swarm.member_thread import MOST_REPLAYED
 from node.swarm.state_sync import downloader as download_module
 from node.swarm.state_sync import server as server_module
 from node.swarm.state_sync.downloader import Downloader
@@ -26,7 +27,7 @@ from node.swarm.state_sync.partial_download import remove_partial_downloads
 from node.swarm.state_sync.providers import MAX_ASKED, Target
 from node.swarm.state_sync.server import Snapshot, StateServer, verified_tip
 from node.swarm.transport.wire import Message, Service
-from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
+from tests.contract.harness import WAIT_S, Node, Swarm, assert_same, offer_all, round_of, wait_until
 from tests.unit.swarm_data import leaf_of
 
 PARAMETERS = LEAF_ELEMENTS + 1000
@@ -275,6 +276,22 @@ def test_a_node_that_missed_rounds_replays_them_and_takes_part(swarm: Swarm) -> 
     wait_until(lambda: all(node.peer_table.is_member(late.peer_id) for node in nodes))
     assert len(round_of([*nodes, late], 3)[0].outcome.included) == 3
     assert not late.lost.is_set()
+
+
+def test_a_node_that_missed_rounds_replays_only_two_ahead_of_its_trainer(swarm: Swarm) -> None:
+    """Each round that waits for the trainer holds a whole state in memory."""
+    nodes = after_rounds(swarm, 5, 5000)
+    late = joiner(swarm, nodes)
+    late.most_waiting = MOST_REPLAYED
+    aligning = asyncio.run_coroutine_threadsafe(late.catch_up.align(), late.host.loop)
+    wait_until(lambda: late.tip.round == 1)
+    with pytest.raises(TimeoutError):
+        aligning.result(1.0)
+    assert late.tip.round == 1 and late.mail.waiting_rounds == 2
+    replayed = [late.committed() for _ in range(5)]
+    aligning.result(WAIT_S)
+    assert [(d.tip.round, d.is_behind) for d in replayed] == [(0, True), (1, True), (2, True), (3, True), (4, False)]
+    assert_same_tip(late, nodes[0])
 
 
 def test_a_peer_without_proofs_does_not_keep_a_node_from_a_peer_that_has_them(swarm: Swarm) -> None:

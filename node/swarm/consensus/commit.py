@@ -59,6 +59,8 @@ class Committed:
     """Seconds from the commit until this node had adopted it."""
     is_replayed: bool = False
     """Whether an earlier process of this node committed the round, and this process read it from the disk."""
+    is_behind: bool = False
+    """Whether this node is catching up, and a later round is known."""
     mean_norm: float | None = None
     """L2 norm of the decoded mean, as every node computes it; None if another result was checked meanwhile."""
 
@@ -90,7 +92,7 @@ class Committer:
         """Seconds from the plan to the commit, in the last round that included this node; 0.0 before the first."""
         return self._transfer_s
 
-    async def adopt(self, proof: Proof, committed_at_s: float | None = None) -> bool:
+    async def adopt(self, proof: Proof, committed_at_s: float | None = None, *, is_behind: bool = False) -> bool:
         """Check a proof and take its outer step. Returns False if the proof is not for this node's next round.
 
         Raises PeerError if the proof is not valid.
@@ -98,6 +100,7 @@ class Committer:
         Args:
             committed_at_s: when the round was committed, on this node's clock; None means now. The next round begins
                 at this time, however long it takes to fetch and apply the mean.
+            is_behind: whether a later round is known.
         """
         ctx = self._ctx
         committed_at_s = ctx.clock() if committed_at_s is None else committed_at_s
@@ -126,7 +129,7 @@ class Committer:
                 ctx.chain.keep_aside(outcome.plan.parent, proof)
                 await asyncio.to_thread(ctx.chain.store.set_aside, [proof.outcome.hash])
                 return False
-            self._commit(tip, outcome, proof, committed_at_s)
+            self._commit(tip, outcome, proof, committed_at_s, is_behind=is_behind)
             ctx.hooks.corrupt_anchor(tip.round)
             if ctx.rules.feedback is not None:
                 ctx.tasks.spawn(asyncio.to_thread(ctx.feedback.save, tip.head))
@@ -302,6 +305,7 @@ class Committer:
         committed_at_s: float,
         *,
         is_replayed: bool = False,
+        is_behind: bool = False,
         was_left: bool = False,
     ) -> None:
         ctx, parent = self._ctx, outcome.plan.parent
@@ -330,7 +334,8 @@ class Committer:
         late_s = stage_s.get("commit", 0.0) if ctx.rules.overlapped else ctx.clock() - committed_at_s
         if offered and included:
             self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
-        self._on_commit(Committed(tip, outcome, included, offered, stage_s, max(0.0, late_s), is_replayed, mean_norm))
+        fetch_s = max(0.0, late_s)
+        self._on_commit(Committed(tip, outcome, included, offered, stage_s, fetch_s, is_replayed, is_behind, mean_norm))
         for attempt in attempts:
             attempt.finish()
             attempt.stop()

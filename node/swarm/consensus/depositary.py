@@ -38,6 +38,8 @@ ANSWER_S = 1.0
 """A depositary answers a request to forward this long before the member's timeout."""
 MOST_FORWARDS = 8
 """Limit on the attempts in which one deposit is forwarded. In later ones, the member sends its contribution itself."""
+BUSY_S = 1.0
+"""Pause before a member sends its chunks again to a reducer that had no memory for them."""
 SIDE_BY_SIDE = 2
 """Limit on concurrent transfers of deposits to one reducer."""
 
@@ -69,6 +71,25 @@ def check_chunks(hashes: Sequence[bytes], chunks: Sequence[int], blobs: Sequence
         if not 0 <= chunk < len(hashes) or chunk_hash(blob) != hashes[chunk]:
             raise PeerError(f"chunk {chunk} of a deposit is not the one that was signed", code="bad_signature")
     return dict(zip(chunks, blobs, strict=True))
+
+
+async def contribute(ctx: Context, peer: str, message: Message, is_wanted: Callable[[], bool] = lambda: True) -> float:
+    """Send a reducer its chunks, again after a pause if it has no memory for them now. Returns the seconds it took.
+
+    Raises PeerError if the reducer does not accept them within `bulk_s`.
+    """
+    until_s = ctx.clock() + ctx.rules.bulk_s
+    while True:
+        began_s = ctx.clock()
+        try:
+            call = ctx.wire.call(peer, "contribute", message, timeout_s=until_s - began_s)
+            await while_live(ctx.peer_table, peer, call, is_wanted)
+        except PeerError as exc:
+            if exc.code != "busy" or not is_wanted() or ctx.clock() + BUSY_S >= until_s:
+                raise
+            await asyncio.sleep(BUSY_S)
+        else:
+            return ctx.clock() - began_s
 
 
 class Sender:
@@ -186,13 +207,11 @@ class Sender:
     async def _send_to(self, peer: str, attempt: Attempt, plan: Plan, mine: LocalContribution) -> None:
         ctx, chunks = self._ctx, plan.chunks_of(peer)
         message = Message({**attempt.key, "chunks": chunks}, [mine.chunks[chunk] for chunk in chunks])
-        began_s = ctx.clock()
         try:
-            call = ctx.wire.call(peer, "contribute", message, timeout_s=ctx.rules.bulk_s)
-            await while_live(ctx.peer_table, peer, call)
+            elapsed_s = await contribute(ctx, peer, message)
             if peer != ctx.me:
                 batch = f"{attempt.parent} {attempt.number}"
-                ctx.uplink.record_send(batch, message.blob_bytes, ctx.clock() - began_s)
+                ctx.uplink.record_send(batch, message.blob_bytes, elapsed_s)
         except PeerError as exc:
             # The reducer tells the leader which contributions have arrived.
             logger.info("Reducer %s did not accept this node's chunks: %s", peer[-6:], exc)
@@ -313,8 +332,7 @@ class Depositary:
         message = Message(header, blobs)
         async with self._doors[peer]:
             try:
-                call = ctx.wire.call(peer, "contribute", message, timeout_s=ctx.rules.bulk_s)
-                await while_live(ctx.peer_table, peer, call, lambda: ctx.chain.tip.head == attempt.parent)
+                await contribute(ctx, peer, message, lambda: ctx.chain.tip.head == attempt.parent)
             except PeerError as exc:
                 logger.info("Reducer %s did not accept the chunks that this node forwards: %s", peer[-6:], exc)
                 return False

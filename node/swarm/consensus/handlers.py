@@ -227,6 +227,8 @@ class Handlers:
         members, since_s = set(attempt.weights), self.ctx.clock()
 
         def awaited() -> set[str]:
+            if attempt.ended.is_set():  # Nobody needs the answer, and this call holds the contributions in memory.
+                return set()
             live = members & {record.peer_id for record in self.ctx.peer_table.members()}
             missing = members.difference(reducer.arrived)
             return {peer for peer in live if not self.incoming.is_silent(peer, since_s, missing)}

@@ -46,6 +46,7 @@ CHECKPOINT_ROUNDS = 5
 """Members that go on serve a new state at least every four rounds of a fragment (`worker.checkpointing.MAX_ROUNDS`)."""
 JUDGE_AGAIN_S = 20.0
 """How long a chain that has lost against this node's is not judged again. Members may go over to it meanwhile."""
+ROOM_CHECK_S = 0.1
 FIRST_ROUND_S = 60.0
 """Length of a round, as long as there was none."""
 
@@ -88,8 +89,20 @@ def _progress(record: PeerRecord) -> tuple[int, int]:
 class CatchUp:
     """Replays missed rounds, and applies the rule of `fork_choice` to peers on another chain."""
 
-    def __init__(self, participant: Participant, on_lost: Callable[[ResyncCause], None]) -> None:
-        """`on_lost` is called when this node's chain has lost, and then every second until a state is downloaded."""
+    def __init__(
+        self,
+        participant: Participant,
+        on_lost: Callable[[ResyncCause], None],
+        has_room: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Build it.
+
+        Args:
+            on_lost: called when this node's chain has lost, and then every second until a state is downloaded.
+            has_room: whether to replay one more round. Each replayed round holds a whole state in memory until the
+                trainer has applied it.
+        """
+        self._has_room = has_room
         self._ctx, self._ballot, self._committer = participant.ctx, participant.ballot, participant.committer
         self._wire, self._peer_table = self._ctx.wire, self._ctx.peer_table
         self._on_lost = on_lost
@@ -249,7 +262,9 @@ class CatchUp:
             for blob in reply.blobs:
                 proof = parse(Proof, blob)
                 is_newest = proof.outcome.hash == reply.header.get("head")
-                await self._committer.adopt(proof, newest_at_s if is_newest else None)
+                while not self._has_room():  # noqa: ASYNC110 - the trainer's thread makes room
+                    await asyncio.sleep(ROOM_CHECK_S)
+                await self._committer.adopt(proof, newest_at_s if is_newest else None, is_behind=not is_newest)
             if self._ctx.chain.tip.head in (tip.head, reply.header.get("head")):
                 return reply
 
