@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TextIO, cast
 
 from node import __version__
 from node.commands.examples import EXAMPLES
@@ -374,7 +374,7 @@ def _moment(text: str) -> str:
 def _run(call: Call) -> int:
     from rich.console import Console
 
-    from node.commands.terminal import LiveView
+    from node.commands.terminal import LiveView, Output
     from node.daemon import app
     from node.host import logs
 
@@ -398,7 +398,7 @@ def _run(call: Call) -> int:
                 f"not used: {', '.join(unused)}",
                 file=sys.stderr,
             )
-    console = Console()
+    console = Console(file=cast(TextIO, Output(sys.stdout)))
     has_live_line = console.is_terminal and config.log.format == "console"
     logs.configure(config.log.level, config.log.format, to=console if has_live_line else sys.stderr)
     mode: Literal["train", "relay"] = "relay" if call.args.command == "relay" else "train"

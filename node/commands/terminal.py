@@ -5,10 +5,12 @@ Without a terminal there is no live line, but link and invite are still printed.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -32,6 +34,36 @@ COLORS = {
 
 RUN_PAUSED = "run_paused"
 STYLES = {phase.value: style for phase, style in COLORS.items()}
+
+
+class Output:
+    """A text stream over another one. It drops everything once the other one fails, so that a node outlives its output.
+
+    The reader of a pipe may go, a terminal may be closed, and the disk of a file may be full.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._is_lost = stream, False
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        if self._is_lost:
+            return
+        try:
+            act()
+        except OSError:
+            self._is_lost = True
+            with suppress(OSError):  # What is left in its buffer cannot be written at the end of the program either.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class LiveView:

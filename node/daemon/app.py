@@ -256,7 +256,10 @@ async def _run_until_end(
             supervisor.kill_worker()
         supervisor.shut_down()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # A closed terminal; `nohup` ignores it.
+        signals.append(signal.SIGHUP)
+    for number in signals:
         loop.add_signal_handler(number, handle_signal, number)
     try:
         await asyncio.wait({serving, running, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -274,6 +277,6 @@ async def _run_until_end(
         state.close()
         server.should_exit = True
         await asyncio.wait({serving, running}, timeout=SERVER_END_S)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in signals:
             loop.remove_signal_handler(number)
         await notifier.aclose()

@@ -28,7 +28,7 @@ RESIDENT_BYTES_MAX = 100e6
 QUICK: dict[str, Any] = {"backoff_s": [0.05, 0.05, 0.05, 0.05]}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_ends_the_node_and_its_event_streams(tmp_path: Path, number: signal.Signals) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -101,6 +103,39 @@ def test_an_invite_is_printed_again_when_it_works_from_a_wider_network(tmp_path:
     assert lines[:2] == ["Invite: diloco1-near", "Works only on this network."]
     assert "from everywhere" in "".join(lines[2:-1]) and lines[-1] == "Invite: diloco1-far"
     assert out.getvalue().count("Invite: ") == 2
+
+
+LOSES_ITS_OUTPUT = """
+import os, pty, sys
+from pathlib import Path
+from rich.console import Console
+from node.commands.terminal import LiveView, Output
+from tests.unit.test_terminal import make_status
+
+def lose_reader():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+def lose_terminal():
+    outside, inside = pty.openpty()
+    os.close(outside)
+    return inside
+
+lose = {"pipe": lose_reader, "terminal": lose_terminal, "disk": lambda: os.open("/dev/full", os.O_WRONLY)}
+os.dup2(lose[sys.argv[1]](), 1)
+with LiveView(Console(file=Output(sys.stdout), force_terminal=True), Path("nowhere"), line=True, pid=7) as view:
+    for _ in range(3):
+        view.update(make_status(invite="diloco1-" + 9000 * "x"))
+print("The node goes on.", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("lost", ["pipe", "terminal", "disk"])
+def test_a_node_outlives_its_output(lost: str) -> None:
+    command = [sys.executable, "-c", LOSES_ITS_OUTPUT, lost]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "The node goes on.\n")
 
 
 @pytest.mark.parametrize("code", ["not_tested", "not_reached", "reached"])
