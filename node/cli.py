@@ -568,6 +568,7 @@ def _install_service(call: Call) -> int:
         config=config,
         writable=_publish_folders(loaded.config.publish.to),
         environment=installed.environment,
+        is_removal=args.remove,
     )
     if args.dry_run:
         print(service.describe(plan, is_removal=args.remove))
@@ -618,11 +619,14 @@ def _act(call: Call) -> int:
     client = Client(call.data_dir)
     order = {name: getattr(call.args, name, None) for name in ("for_s", "until", "after_round")}
     order = {name: value for name, value in order.items() if value is not None}
-    newest = client.status()["run"]["round"] if "after_round" in order else -1
+    status = client.status() if "after_round" in order else {}
+    newest = status["run"]["round"] if status else -1
     if order.get("after_round") == 0:
         order["after_round"] = newest + 1
     answer = client.act(call.args.command, order)
-    if (number := order.get("after_round")) is not None and number > newest:
+    if status.get("phase") == "paused":
+        print("pause: accepted; the node is paused already, so it is in no round. It stays paused until `resume`.")
+    elif (number := order.get("after_round")) is not None and number > newest:
         print(f"pause: accepted; the node pauses when round {number} has ended.")
     elif number is not None:
         print(f"pause: accepted; round {number} has ended already, so the node pauses now.")
@@ -665,7 +669,8 @@ def _config(call: Call) -> int:
             table: Any = running["config"]
             for word in section.split("."):
                 table = table.get(word, {})
-            if name in table and table[name] != HIDDEN:
+            # A key whose value the node hides is shown as the caller has set it, if he has.
+            if name in table and (table[name] != HIDDEN or values[key] == known_keys()[key].default):
                 values[key], origins[key] = table[name], running["origins"].get(key, origins[key])
     if (manifest := find_manifest(call.data_dir)) is not None:
         of_run = loaded.config.model_copy(update={"run": manifest.run})
@@ -727,7 +732,8 @@ def _site(call: Call) -> int:
     if call.args.once:
         print(f"Wrote the page after round {write_site(client, folder).round} to {folder}.")
         return 0
-    keep_site(client, folder, lambda text: print(text, flush=True), time.sleep)
+    with suppress(KeyboardInterrupt):
+        keep_site(client, folder, lambda text: print(text, flush=True), time.sleep)
     return 0
 
 
@@ -892,10 +898,12 @@ def _generate(call: Call) -> int:
 
     os.environ.update(WORKER_ENVIRONMENT | os.environ)  # Before torch is imported: its threads must not spin.
     from node.commands.generate import generate
+    from node.host.logs import escaped
 
     args = call.args
     more = generate(call.loaded.config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
-    print(args.text + more.text)
+    text = args.text + more.text
+    print(escaped(text) if sys.stdout.isatty() else text)
     return 0
 
 

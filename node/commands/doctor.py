@@ -224,10 +224,10 @@ def _check_ports(setup: NodeSetup) -> Iterator[Finding]:
         with choose(listen, file, may_move=may_move) as reserved:
             if not reserved.addresses:
                 yield Finding("warn", "ports", "swarm.listen is empty: no peer can dial this node.")
-            wanted = {address.host: address.port for address in listen}
-            for address in reserved.addresses:
-                key = f"swarm.listen on {address.host}"
-                yield _describe_port(key, wanted[address.host], address.port, file)
+            hosts = {address.host for address in reserved.addresses}  # Without IPv6, "::" may be left out.
+            kept = (address for address in listen if address.host in hosts)
+            for wanted, address in zip(kept, reserved.addresses, strict=True):
+                yield _describe_port(f"swarm.listen on {address.host}", wanted.port, address.port, file)
     except MachineError as exc:
         yield Finding("fault", "ports", f"swarm.listen: {exc}")
 

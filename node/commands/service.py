@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ NEEDS_A_PERSON = (2, 3, 4, 10)
 STOP_S = 60
 """Longest time of a stop. A node saves for up to 50 s."""
 COMMAND_TIMEOUT_S = 120.0
+MISSING = 127
 GPU_GROUPS = ("render", "video")
 """Groups that may open the files of GPUs, such as /dev/kfd. Not every machine has them."""
 
@@ -59,6 +61,8 @@ class Place:
     home: Path
     program: Path
     """The installed program `diloco-node`."""
+    interpreter: Path | None = None
+    """The Python that the program runs on, with all links followed."""
     gpu_groups: tuple[str, ...] = ()
     """Those of GPU_GROUPS that this machine has."""
 
@@ -141,16 +145,18 @@ def plan_service(
     config: Path | None = None,
     writable: Sequence[Path] = (),
     environment: str = "",
+    is_removal: bool = False,
 ) -> ServicePlan:
     """Plan the service. `settings` are environment variables of the node, `config` is its TOML file.
 
     `writable` are further folders that the node writes to. `environment` is the text of the environment file that
-    exists. Raises UsageError where the scope does not fit the user, and MachineError on other systems.
+    exists. Raises UsageError where the scope does not fit the user, or if the service could not read a path and the
+    plan is not for its removal, and MachineError on other systems.
     """
     settings = dict(settings or {})
     _check_place(place, scope)
     if place.system == "Linux":
-        return _plan_systemd(place, scope, data_dir, settings, config, writable, environment)
+        return _plan_systemd(place, scope, data_dir, settings, config, writable, environment, is_removal)
     return _plan_launchd(place, scope, data_dir, settings, config)
 
 
@@ -186,12 +192,13 @@ def _plan_systemd(
     config: Path | None,
     writable: Sequence[Path],
     environment: str,
+    is_removal: bool,
 ) -> ServicePlan:
     is_system = scope == "system"
     if is_system:
         named = [Path(value) for value in settings.values() if value.startswith("/")]
-        for path in filter(None, (place.program, config, data_dir, *writable, *named)):
-            if any(path.is_relative_to(folder) for folder in PRIVATE_FOLDERS):
+        for path in filter(None, (place.program, place.interpreter, config, data_dir, *writable, *named)):
+            if not is_removal and any(path.is_relative_to(folder) for folder in PRIVATE_FOLDERS):
                 raise UsageError(
                     f"A system service cannot read {path}: install the program for all users, such as into "
                     "/opt/diloco, keep its configuration in /etc and its data in /var/lib or /srv, or use --user."
@@ -202,9 +209,12 @@ def _plan_systemd(
     manager = ("systemctl",) if is_system else ("systemctl", "--user")
     before: tuple[tuple[str, ...], ...] = ()
     if is_system:
-        before = (("useradd", "--system", "--home-dir", str(data_dir), "--shell", "/usr/sbin/nologin", USER),)
-        if data_dir != SYSTEM_DATA:  # systemd itself makes the other one.
-            before = (*before, ("install", "-d", "-o", USER, "-g", USER, "-m", "0700", str(data_dir)))
+        before = (
+            ("useradd", "--system", "--user-group", "--home-dir", str(data_dir), "--shell", "/usr/sbin/nologin", USER),
+        )
+        own = [data_dir] if data_dir != SYSTEM_DATA else []  # systemd itself makes the other one.
+        for folder in (*own, *(folder for folder in writable if not folder.is_dir())):
+            before = (*before, ("install", "-d", "-o", USER, "-g", USER, "-m", "0700", str(folder)))
     as_user = f"sudo -u {USER} " if is_system else ""
     return ServicePlan(
         files=(
@@ -261,6 +271,19 @@ def _words_in_unit(unit: str, key: str) -> list[str]:
     return [word.replace("%%", "%") for line in lines for word in shlex.split(line)]
 
 
+_UNIT_HEAD = """\
+# Written by `diloco-node install-service`, which overwrites it.
+[Unit]
+Description=diloco-node: trains an open language model together with others
+Documentation=https://arxiv.org/abs/2311.08105
+Wants=network-online.target
+After=network-online.target
+# Never give up after a failure that another start may repair, such as a full disk.
+StartLimitIntervalSec=0
+
+"""
+
+
 def _unit_text(
     place: Place, scope: Scope, data_dir: Path, environment: Path, command: Sequence[str], writable: Sequence[Path]
 ) -> str:
@@ -278,19 +301,15 @@ def _unit_text(
     sandbox = _sandbox([*([] if state else [data_dir]), *writable]) if is_system else ""
     words = " ".join(_in_unit(word).replace("$", "$$") for word in command)
     return f"""\
-# Written by `diloco-node install-service`, which overwrites it.
-[Unit]
-Description=diloco-node: trains an open language model together with others
-Documentation=https://arxiv.org/abs/2311.08105
-Wants=network-online.target
-After=network-online.target
-# Never give up after a failure that another start may repair, such as a full disk.
-StartLimitIntervalSec=0
-
-[Service]
+{_UNIT_HEAD}[Service]
+# A start that fails is reported to whoever starts the service.
+Type=exec
 {who}EnvironmentFile=-{environment}
 {assigned}
 {state}ExecStart={words}
+# The log goes to stderr. The dashboard's link on stdout has the token of the API, which belongs into no journal.
+StandardOutput=null
+StandardError=journal
 # 0: stopped on request. {_listed(NEEDS_A_PERSON)} (usage, this machine, refused, another protocol) need a person.
 Restart=on-failure
 RestartPreventExitStatus={" ".join(map(str, NEEDS_A_PERSON))}
@@ -398,7 +417,7 @@ def describe(plan: ServicePlan, *, is_removal: bool = False) -> str:
     return "\n".join(parts)
 
 
-def install(plan: ServicePlan, run: Runner) -> str:
+def install(plan: ServicePlan, run: Runner, sleep: Callable[[float], None] = time.sleep) -> str:
     """Write the files and start the service. A service that runs is restarted.
 
     Returns a warning if the service ends when its user logs out, else an empty string. Raises MachineError if a file or
@@ -423,7 +442,14 @@ def install(plan: ServicePlan, run: Runner) -> str:
     if plan.linger and run(plan.linger):
         warning = f"The service ends when you log out, because `{shlex.join(plan.linger)}` failed: run it with sudo."
     for command in plan.start:
-        _check(command, run(command))
+        code = run(command)
+        if is_update and command[0] == "launchctl":
+            for _ in range(STOP_S):  # The old service is there until its node has saved.
+                if not code:
+                    break
+                sleep(1.0)
+                code = run(command)
+        _check(command, code)
     return warning
 
 
@@ -477,16 +503,18 @@ def _is_of_systemd(plan: ServicePlan) -> bool:
 
 
 def _check(command: Sequence[str], code: int) -> None:
+    if code == MISSING:
+        raise MachineError(f"There is no program `{command[0]}` here: start `diloco-node run` by hand.", code="service")
     if code:
         raise MachineError(f"`{shlex.join(command)}` ended with code {code}: see its message above.", code="service")
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run a command with this process's output. A missing program counts as exit code 127."""
+    """Run a command with this process's output. A missing program counts as exit code MISSING."""
     try:
         return subprocess.run(command, check=False, timeout=COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL).returncode
     except FileNotFoundError:
-        return 127
+        return MISSING
     except subprocess.TimeoutExpired:
         return 124
 
@@ -501,4 +529,5 @@ def this_place() -> Place:
     if system == "Darwin" and os.getuid() == 0 and (caller := os.environ.get("SUDO_USER")):
         user = pwd.getpwnam(caller)
     groups = tuple(filter(_has_group, GPU_GROUPS))
-    return Place(system, os.getuid(), user.pw_name, Path(user.pw_dir), program, groups)
+    interpreter = Path(sys.executable).resolve()
+    return Place(system, os.getuid(), user.pw_name, Path(user.pw_dir), program, interpreter, groups)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from node.api.leaderboard import same_name
 from node.commands.client import read_address
+from node.host.logs import escaped
 from node.status import AT_WORK, MEMBER_PHASES, MonthUsage, PeerRow, Phase, PublicationInfo, RunInfo, Status
 
 COLORS = {
@@ -284,9 +285,10 @@ def describe_groups(rows: Sequence[PeerRow], by: str) -> Table:
 
 
 def log_line(record: Mapping[str, Any]) -> Text:
-    """One log record as a line."""
+    """One log record as a line. Further lines of its message are indented."""
     style = {"warning": "yellow", "error": "bold red"}.get(record["level"], "")
-    return Text(f"{record['at']} {record['level']:<7} {record['logger']}: {record['message']}", style)
+    message = escaped(record["message"]).replace("\n", "\n    ")
+    return Text(f"{record['at']} {record['level']:<7} {record['logger']}: {message}", style)
 
 
 def _progress(status: Status) -> str:

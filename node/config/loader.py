@@ -32,8 +32,8 @@ _LINK = re.compile(
     r"DILOCO(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 """Variables of a service that Kubernetes adds to a container. No setting has such a name."""
-OTHER_VARIABLES = frozenset({"DILOCO_FAULTS", "DILOCO_JOIN"})
-"""Variables that are not settings: the fault plan of tests, and the value of --join."""
+OTHER_VARIABLES = frozenset({"DILOCO_FAULTS", "DILOCO_JOIN", "DILOCO_CODE", "DILOCO_TEXT", "DILOCO_TITLE"})
+"""Variables that are not settings: the fault plan of tests, the value of --join, and what `notify.command` is given."""
 PRESET_KEY = "run.preset"
 PATH_KEYS = ("api.tls_cert", "api.tls_key", "publish.token_file", "evaluate.task_dir")
 """Keys of files and folders that may be relative to the working folder."""

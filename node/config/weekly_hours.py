@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MIN = 24 * 60
 EXAMPLE = "write it as mon-fri 22:00-08:00 or sat,sun 00:00-24:00"
+LOCALTIME = "/etc/localtime"
 FAR_DAYS = 15
 """Days to search. A clock change can skip a weekly window once, so one week would not be enough."""
 
@@ -154,19 +155,26 @@ def check_zone(name: str) -> str:
     return name
 
 
-@lru_cache(maxsize=1)
 def machine_zone() -> ZoneInfo:
-    """Return the machine's time zone from TZ or /etc/localtime, or else UTC."""
+    """Return the machine's time zone from TZ or /etc/localtime, or else UTC. It may change, as on a journey."""
     name = os.environ.get("TZ", "").removeprefix(":")
-    file = Path("/etc/localtime")
-    if name:
+    file = Path(name if name.startswith("/") else LOCALTIME)
+    try:
+        return _read_zone(name, file, str(file.resolve(strict=True)), file.stat().st_mtime_ns)
+    except OSError:
+        return _read_zone(name, file, "", 0)
+
+
+@lru_cache(maxsize=1)
+def _read_zone(name: str, file: Path, target: str, _changed_ns: int) -> ZoneInfo:
+    """Read the zone of this name, or else of this file, which `target` is with all links followed."""
+    if name and not name.startswith("/"):
         try:
             return ZoneInfo(name)
         except (ZoneInfoNotFoundError, ValueError, OSError):
             logger.warning("TZ=%s is not a time zone, so training hours are in UTC: set schedule.timezone.", name)
             return ZoneInfo("UTC")
     try:
-        target = str(file.resolve(strict=True))
         if "zoneinfo/" in target:
             return ZoneInfo(target.rpartition("zoneinfo/")[2])
         with file.open("rb") as data:
@@ -186,7 +194,7 @@ def _minutes(text: str, window: str) -> int:
 def _days(text: str, window: str) -> Iterator[int]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = (word.strip() for word in part.partition("-"))
-        for word in (first, last or first):
+        for word in (first, last if dash else first):
             if word not in DAYS:
                 raise ValueError(f"{word!r} in {window!r} is not a day of the week: use {', '.join(DAYS)}")
         start, end = DAYS.index(first), DAYS.index(last if dash else first)

@@ -57,6 +57,11 @@ class Stamp(logging.Filter):
         return True
 
 
+def escaped(text: str) -> str:
+    """Replace characters that control a terminal by their escapes, such as `\\x1b`. Tabs and line feeds stay."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+
+
 def make_formatter(format: Literal["console", "json"], *, date: bool = False) -> logging.Formatter:
     """Return a formatter. `date` says whether text lines contain the date."""
     return JsonFormatter() if format == "json" else LineFormatter(date=date)
@@ -76,7 +81,7 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         phase, number = getattr(record, "phase", ""), getattr(record, "round", None)
         context = [part for part in (phase, f"round {number}" if number is not None else "") if part]
-        message = _CONTROL.sub(lambda match: repr(match[0])[1:-1], record.message).replace("\n", "\n    ")
+        message = escaped(record.message).replace("\n", "\n    ")
         if context:
             message = f"[{', '.join(context)}] {message}"
         return self._fmt % (record.__dict__ | {"message": message}) if self._fmt else message

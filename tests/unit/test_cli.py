@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from node import __version__
+from node.api.redaction import HIDDEN
 from node.cli import _make_parser, _read_call, duration_s, main, split_flags
 from node.commands.examples import EXAMPLES
 from node.config.manifest import Invite, Manifest, RoundConfig, RunConfig
@@ -334,6 +335,9 @@ def test_pause_with_after_round_0_pauses_after_the_round_in_progress(
     assert node.seen[-1] == ("POST", "/api/v1/actions/pause", {"after_round": 4})
     assert call("pause", "--after-round", "2", "--data-dir", str(tmp_path)) == 0
     assert capsys.readouterr().out == "pause: accepted; round 2 has ended already, so the node pauses now.\n"
+    node.answer = 200, make_status() | {"phase": "paused"}
+    assert call("pause", "--after-round", "0", "--data-dir", str(tmp_path)) == 0
+    assert "stays paused until `resume`" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -500,10 +504,15 @@ def test_config_shows_what_the_running_node_and_the_run_use(
     manifest = Manifest(run_id="ab" * 16, initial_digest="cd" * 32, parameters=10, run=run)
     (tmp_path / "manifest.json").write_bytes(manifest.canonical())
     used = Config(limits=LimitsConfig(upload_mbit_s=30)).model_dump(mode="json")
-    node.answer = 200, {"config": used, "origins": {"limits.upload_mbit_s": "settings of the page"}}
+    used["notify"]["webhook"] = HIDDEN
+    node.answer = (
+        200,
+        {"config": used, "origins": {"limits.upload_mbit_s": "settings of the page", "notify.webhook": "file x.toml"}},
+    )
     assert call("config", "--data-dir", str(tmp_path), "--run.round.inner_steps", "120") == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["run.round.inner_steps"].split(" = ")[1].split() == ["20", "#", "the", "run"]
+    assert HIDDEN in lines["notify.webhook"] and lines["notify.webhook"].endswith("# file x.toml")
     assert "30" in lines["limits.upload_mbit_s"] and "settings of the page" in lines["limits.upload_mbit_s"]
 
 

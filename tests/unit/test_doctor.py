@@ -161,6 +161,14 @@ def test_doctor_says_that_the_node_keeps_its_remembered_port(tmp_path: Path, tak
     assert f"the node keeps {kept}, which it took when {taken_port} was in use" in finding.text
 
 
+def test_doctor_tells_two_ports_of_one_address_apart(tmp_path: Path) -> None:
+    first, second = free_port(), free_port()
+    tables = {"swarm": {"listen": [f"/ip4/127.0.0.1/tcp/{port}" for port in (first, second)]}, "api": {"port": 0}}
+    config = Config.model_validate({**tables, "node": {"data_dir": tmp_path}})
+    found = [finding.text for finding in _check_ports(NodeSetup(config, None, None, 1, phase=None, origins={}))]
+    assert found[1].endswith(f"{first} is free.") and found[2].endswith(f"{second} is free.")
+
+
 @pytest.mark.parametrize(("number", "text"), [(142.3, "140"), (0.0123, "0.012"), (12345.0, "12,000"), (3.0, "3")])
 def test_doctor_writes_numbers_with_two_digits_and_no_exponent(number: float, text: str) -> None:
     assert _two_digits(number) == text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from node.commands.terminal import LiveView
+from node.commands.terminal import LiveView, log_line
 from node.host import logs
 from tests.unit.test_terminal import make_status
 
@@ -77,3 +77,8 @@ def test_a_line_feed_in_a_message_cannot_forge_a_log_record() -> None:
     first, second = format_line(f"refused\n{forged}").split("\n")
     assert first.endswith(" node.swarm.transport.libp2p: refused")
     assert second == f"    {forged}"
+
+
+def test_lines_of_a_log_file_do_not_control_the_terminal() -> None:
+    record = {"at": "now", "level": "info", "logger": "node", "message": "a\x1b[2J\n12:00 ERROR node: b"}
+    assert log_line(record).plain == "now info    node: a\\x1b[2J\n    12:00 ERROR node: b"

@@ -144,6 +144,25 @@ def test_system_service_may_write_to_the_folder_it_publishes_to() -> None:
     for more in ({"data_dir": Path("/home/ada/data")}, {"writable": [Path("/home/ada/models")]}):
         with pytest.raises(UsageError, match="cannot read /home/ada"):
             plan_service(ROOT, "system", **more)
+        assert plan_service(ROOT, "system", is_removal=True, **more).stop
+
+
+def test_folder_to_publish_to_is_made_for_the_system_service_if_it_does_not_exist(tmp_path: Path) -> None:
+    """systemd starts no service with a missing folder in ReadWritePaths."""
+    before = [shlex.join(command) for command in plan_service(ROOT, "system", writable=[Path("/srv/new")]).before]
+    assert "install -d -o diloco -g diloco -m 0700 /srv/new" in before
+    assert len(plan_service(ROOT, "system", writable=[Path("/usr/share")]).before) == len(before) - 1
+
+
+def test_program_on_a_python_that_the_system_service_cannot_read_is_refused() -> None:
+    place = replace(ROOT, interpreter=Path("/root/.local/share/uv/python/bin/python3.12"))
+    with pytest.raises(UsageError, match=r"cannot read /root/\.local/share/uv"):
+        plan_service(place, "system")
+
+
+def test_token_does_not_reach_the_journal() -> None:
+    for unit in (unit_of(plan_service(ROOT, "system")), unit_of(plan_service(ADA, "user"))):
+        assert settings_of(unit)["StandardOutput"] == "null"
 
 
 def test_folder_with_files_of_somebody_else_is_not_taken_over(tmp_path: Path) -> None:
@@ -306,6 +325,25 @@ def test_launchd_agent_is_loaded_anew_when_it_is_installed_again(tmp_path: Path)
     install(plan, commands)
     install(plan, commands)
     assert [line.split()[1] for line in commands.called] == ["bootstrap", "bootout", "bootstrap"]
+
+
+def test_launchd_agent_is_loaded_again_when_the_old_one_has_saved(tmp_path: Path) -> None:
+    plan = plan_service(Place("Darwin", 501, "ada", tmp_path, tmp_path / "diloco-node"), "user")
+    install(plan, Commands())
+    slept: list[float] = []
+
+    def run(command: Sequence[str]) -> int:
+        return 5 if command[1] == "bootstrap" and sum(slept) < 20 else 0
+
+    install(plan, run, slept.append)
+    assert sum(slept) == 20
+    with pytest.raises(MachineError, match="ended with code 5"):
+        install(plan, lambda command: 5 if command[1] == "bootstrap" else 0, slept.append)
+
+
+def test_missing_service_manager_is_named(plan: ServicePlan) -> None:
+    with pytest.raises(MachineError, match="no program `systemctl` here"):
+        install(plan, Commands(systemctl=127))
 
 
 # The command

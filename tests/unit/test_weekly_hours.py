@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from node.config.weekly_hours import DAYS, Hours, check_zone, parse_hours, parse_moment, parse_window, rejoin_windows
+from node.config import weekly_hours
+from node.config.weekly_hours import (
+    DAYS,
+    Hours,
+    check_zone,
+    machine_zone,
+    parse_hours,
+    parse_moment,
+    parse_window,
+    rejoin_windows,
+)
 
 ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kathmandu", "Pacific/Chatham"]
 BERLIN = "Europe/Berlin"
@@ -125,7 +136,18 @@ def test_windows_of_hours_that_were_split_at_commas_are_rejoined() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "mon", "22:00-08:00", "mon 24:00-03:00", "mon 1:60-2:00", "mon 25:00-26:00", "mo 1:00-2:00", "mon 1-2"]
+    "text",
+    [
+        "",
+        "mon",
+        "22:00-08:00",
+        "mon 24:00-03:00",
+        "mon 1:60-2:00",
+        "mon 25:00-26:00",
+        "mo 1:00-2:00",
+        "mon 1-2",
+        "mon-,tue 8:00-9:00",
+    ],
 )
 def test_an_invalid_window_of_hours_is_refused_with_the_remedy(text: str) -> None:
     with pytest.raises(ValueError, match="mon"):
@@ -168,3 +190,21 @@ def test_moments_are_parsed_from_text_in_the_given_time_zone(text: str, expected
 def test_an_invalid_moment_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"moment|time of the day"):
         parse_moment(text, datetime(2026, 11, 16, 12, tzinfo=UTC), ZoneInfo("UTC"))
+
+
+def test_time_zone_of_the_machine_may_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A laptop travels."""
+    localtime = tmp_path / "localtime"
+    monkeypatch.setattr(weekly_hours, "LOCALTIME", str(localtime))
+    monkeypatch.delenv("TZ", raising=False)
+    winter = datetime(2026, 1, 1, tzinfo=UTC)
+    for name, hours in (("Europe/Berlin", 1), ("Asia/Tokyo", 9)):
+        localtime.unlink(missing_ok=True)
+        localtime.symlink_to(f"/usr/share/zoneinfo/{name}")
+        assert machine_zone().key == name and winter.astimezone(machine_zone()).hour == hours
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    assert machine_zone().key == "Europe/Berlin"
+    monkeypatch.setenv("TZ", f":{localtime}")
+    assert machine_zone().key == "Asia/Tokyo"
+    localtime.unlink()
+    assert machine_zone().key == "UTC"
