@@ -31,7 +31,7 @@ from node.training.fit import check_fit
 from node.training.hub import NO_ANSWER
 from node.worker.counters import WorkCounters
 from node.worker.duties import Duties
-from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs, needs_inputs
+from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs, needs_inputs, reads_same_text
 from node.worker.loop import train
 from node.worker.orders import Orders, Waiter
 from node.worker.publishing import Publishing
@@ -232,7 +232,9 @@ class Worker:
                         self._is_member = True
                     rest = self._train_and_resync(rest, inner, run, duties)
                 if rest is not None:
-                    text = inner.text_state
+                    assert rest.start.tip is not None
+                    is_same = reads_same_text(run, rest.terms_after(rest.start.tip).run)
+                    text = inner.text_state if is_same else None
                     del inner
                     self._free_replica()
 
@@ -393,6 +395,9 @@ class Worker:
                 raise
             except MachineError as exc:
                 self._save_and_end(trainer, exc)
+            del trainer
+            self._trainer = None
+            gc.collect()  # A trainer is in a reference cycle, and it holds whole states.
 
     def _save_and_end(self, trainer: Trainer, error: MachineError) -> NoReturn:
         """Save the work if the parameters are sound after `error`, and end the worker."""

@@ -49,6 +49,15 @@ def needs_inputs(old: RunConfig, new: RunConfig) -> bool:
     return loaded(old) != loaded(new)
 
 
+def reads_same_text(old: RunConfig, new: RunConfig) -> bool:
+    """Whether a position in the text of `old` is one in the text of `new`. Rows may be of another length."""
+
+    def read(run: RunConfig) -> tuple[object, ...]:
+        return run.data.sources, run.data.sources_per_member
+
+    return read(old) == read(new)
+
+
 def load_inputs(run: RunConfig, config: Config) -> TrainingInputs:
     """Load text and model. Raises MachineError or ConfigError as `open_text` does."""
     library = open_text(run, config.node.text_folder, config.node.hub_cache)

@@ -42,7 +42,8 @@ class Orders:
         self._link, self._reporter, self._quota, self._round_s = link, reporter, quota, round_s
         self.config = config
         """The newest settings. Most of them apply at the worker's next start only."""
-        self._cpu_threads, self._ranks = config.limits.cpu_threads, config.devices.ranks
+        self._ranks = config.devices.ranks
+        self._cpu_threads = self._first_cpu_threads = config.limits.cpu_threads
         self._replica: Replica | None = None
         self._for_swarm: Config | None = None
         """New settings that the swarm's thread does not have yet."""
@@ -51,8 +52,10 @@ class Orders:
         self.end_reason = "Stopped as asked."
 
     def set_replica(self, replica: Replica | None) -> None:
-        """Apply `limits.cpu_threads` to this replica from now on."""
+        """Apply `limits.cpu_threads` to this replica from now on. It was started with the first settings."""
         self._replica = replica
+        if self._cpu_threads != self._first_cpu_threads:
+            self._limit_threads()
 
     def check(self) -> None:
         """Apply new settings. Raises StopAsked if the worker has to stop now. A drain first waits for its round."""
@@ -103,18 +106,22 @@ class Orders:
         self.config = config
         set_level(config.log.level)
         self._quota.limit_bytes = quota_bytes(config.limits.disk_gb)
-        if self._replica is not None and config.limits.cpu_threads != self._cpu_threads:
-            self._replica.use_threads(threads_per_rank(config.limits.cpu_threads, self._ranks))
-            logger.info("The limit of CPU threads has changed. Training now uses %d threads.", torch.get_num_threads())
-        self._cpu_threads = config.limits.cpu_threads
+        before, self._cpu_threads = self._cpu_threads, config.limits.cpu_threads
+        if self._cpu_threads != before:
+            self._limit_threads()
         self._for_swarm = config
+
+    def _limit_threads(self) -> None:
+        if self._replica is not None:
+            self._replica.use_threads(threads_per_rank(self._cpu_threads, self._ranks))
+            logger.info("The limit of CPU threads has changed. Training now uses %d threads.", torch.get_num_threads())
 
     def _inform_swarm(self) -> None:
         """Pass new settings to the swarm's thread, as soon as that thread runs."""
         swarm, config = self._reporter.swarm, self._for_swarm
         if config is None or swarm is None or not swarm.is_open:
             return
-        limits, threads = config.limits, torch.get_num_threads()
+        limits, threads = config.limits, threads_per_rank(config.limits.cpu_threads, self._ranks)
 
         async def adjust(member: SwarmMember) -> None:
             torch.set_num_threads(threads)  # torch keeps the number per thread.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from node.config.schema import Config
 from tests.swarm.harness import (
     PATIENCE,
     START_S,
@@ -108,6 +109,21 @@ def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
         for node in nodes:
             assert node.wait_end(PATIENCE * START_S) == 0
             assert "stopped by an amendment" in node.said()
+
+
+@pytest.mark.timeout(300)
+def test_node_reads_amended_text_from_its_beginning(tmp_path: Path) -> None:
+    """A position in the text of before means nothing in the new text."""
+    with Swarm(tmp_path / "swarm", tiny(governance="founder", total_tokens=10**9)) as swarm:
+        node = swarm.found()
+        node.until_round(1)
+        texts = Config.model_validate({"node": {"data_dir": node.folder}}).node.text_folder
+        texts.mkdir(exist_ok=True)
+        (texts / "new.txt").write_text("".join(f"This is line {number}.\n" for number in range(10_000)))
+        for number, source in ((1, "text:new.txt"), (2, "builtin:python-stdlib")):
+            steer(node, "amend", f"data.sources={source}")
+            node.until_round(until_in_force(node, number)["run"]["round"] + 2)
+        assert [line["message"] for line in node.logs(1000) if line["level"] == "error"] == []
 
 
 @pytest.mark.timeout(420)

@@ -30,6 +30,7 @@ from node.worker.bootstrap import Worker, lost_gpu
 from node.worker.reporter import Reporter
 from node.worker.session import Session, StartingPoint
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
+from node.worker.trainer import Amended
 from node.worker_protocol import Start, Stop
 
 
@@ -154,6 +155,46 @@ def test_a_resync_marks_rounds_and_checkpoints_of_the_lost_chain_only_if_there_i
     assert (after.start.take(), is_downloaded) == ((served or "the present tip", None), is_served)
     marks = ["restart", "set rounds aside", "put checkpoints aside"]
     assert noted.steps == (marks if is_served else ["go on after a test"])
+
+
+def test_a_trainer_is_freed_before_the_next_one_is_made(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds whole states."""
+    made: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    class FakeTrainer:
+        tip: Any = None
+
+        def __init__(self, *_parts: Any) -> None:
+            alive.append(sum(one() is not None for one in made))
+            made.append(weakref.ref(self))
+            self.own = lambda: self.tip
+
+        def hand_over(self) -> None:
+            """Nothing to hand over."""
+
+        def save_if_possible(self, **_options: Any) -> None:
+            """Nothing to save."""
+
+    def train(_trainer: Any) -> None:
+        if len(made) < 3:
+            raise Amended
+
+    nothing = lambda *_parts, **_options: None  # noqa: E731
+    for name, fake in (("Trainer", FakeTrainer), ("train", train), ("needs_inputs", nothing)):
+        monkeypatch.setattr(bootstrap, name, fake)
+    for name in ("_align", "_wait_for_peers", "_wait_for_publication"):
+        monkeypatch.setattr(worker, name, nothing)
+    some: Any = SimpleNamespace(publishing=None, sync=None)
+    tip: Any = SimpleNamespace(state=SimpleNamespace(amendments=b""), round=0)
+    session = Session(
+        manifest=some, rules=some, swarm=some, store=some, source=some, start=StartingPoint(tip), folder=some
+    )
+    monkeypatch.setattr(FakeTrainer, "tip", tip)
+    monkeypatch.setattr(Session, "terms_after", lambda *_: some)
+    some.run = some
+    assert worker._train_and_resync(session, some, some, some) is None
+    assert alive == [0, 0, 0]
 
 
 def test_background_thread_lives_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

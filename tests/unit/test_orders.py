@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from node.config.schema import Config
 from node.worker import orders
+from node.worker_protocol import Adjust
 
 
 class LateResult(Future[int]):
@@ -30,3 +33,21 @@ def test_a_result_that_arrives_right_after_a_look_is_returned(monkeypatch: pytes
     with pytest.raises(TimeoutError, match="the call took too long"):
         waiter.wait(failed)
     waiter.close()
+
+
+def test_a_limit_of_threads_that_came_before_the_model_was_loaded_applies(tmp_path: Path) -> None:
+    used: list[int] = []
+    replica = cast(Any, SimpleNamespace(use_threads=used.append))
+    config = Config.model_validate({"node": {"data_dir": tmp_path}})
+    limited = config.model_copy(update={"limits": config.limits.model_copy(update={"cpu_threads": 1})})
+    given: list[Any] = [Adjust(config=limited.model_dump(mode="json"))]
+    link = SimpleNamespace(take_adjust=lambda: given.pop() if given else None, take_submitted=lambda: None, stop=None)
+    quota = SimpleNamespace(limit_bytes=0)
+    reporter = SimpleNamespace(swarm=None)
+    waiting = orders.Orders(cast(Any, link), config, cast(Any, reporter), cast(Any, quota), lambda: 0.0)
+    waiting.set_replica(replica)
+    assert used == []
+    waiting.set_replica(None)
+    waiting.check()
+    waiting.set_replica(replica)
+    assert used == [1]
