@@ -77,7 +77,7 @@ COUNTERS = (
     CounterSpec("digest_mismatch", "Times that this node's state was not on the chain of rounds.", "digest_mismatches"),
     CounterSpec("peer_rejected", "Messages and contributions of peers that were rejected.",
                 "peers_rejected", "reason", REJECT_REASONS, "bad_message"),
-    CounterSpec("publications", "Rounds by what became of their publication at this node.",
+    CounterSpec("publications", "Tries to publish a round at this node, by their result.",
                 "publications", "result", PUBLISH_RESULTS, "failed"),
     CounterSpec("amendments_refused", "Amendments of the run that this node has refused, by reason.",
                 "amendments_refused", "reason", AMENDMENT_REFUSALS, "invalid"),

@@ -223,7 +223,8 @@ def _publication_line(publication: PublicationInfo) -> str:
     if publication.problem:
         return publication.problem
     newest = f"round {publication.round} at" if publication.round >= 0 else "no publication known yet at"
-    waiting = f"; {publication.waiting} rounds wait" if publication.waiting else ""
+    many = publication.waiting != 1
+    waiting = f"; {publication.waiting} round{'s wait' if many else ' waits'}" if publication.waiting else ""
     return f"{newest} {publication.to}{waiting}"
 
 

@@ -82,10 +82,12 @@ class Publisher:
         try:
             result = self._publish(waiting)
         except DamagedState as exc:
-            return "given_up", str(exc)
+            if not waiting.is_given_up:  # Else the worker has removed it meanwhile.
+                return "given_up", str(exc)
+            result = "given_up"
         except NodeError as exc:
             return "failed", str(exc)
-        return result, "it waited for too long." if result == "given_up" else ""
+        return result, "this node has left its chain, or had no room for it." if result == "given_up" else ""
 
     def _publish(self, waiting: WaitingRound) -> Result:
         try:

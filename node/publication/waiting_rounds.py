@@ -78,8 +78,9 @@ class WaitingRounds:
         target = self._folder / revision_of(round_, state_digest)
         if target.exists():
             return False
+        for left in self._folder.glob(f"{_TEMPORARY}*"):  # The disk refused it, or the process was killed.
+            shutil.rmtree(left, ignore_errors=True)
         temporary = self._folder / f"{_TEMPORARY}{target.name}"
-        shutil.rmtree(temporary, ignore_errors=True)
         if not store.link_outer(round_, temporary):
             shutil.rmtree(temporary, ignore_errors=True)
             return False

@@ -34,7 +34,7 @@ from node.worker.duties import Duties
 from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs, needs_inputs, reads_same_text
 from node.worker.loop import train
 from node.worker.orders import Orders, Waiter
-from node.worker.publishing import Publishing
+from node.worker.publishing import Publishing, known_publication
 from node.worker.rank_processes import check_ranks, start_replica
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
@@ -133,6 +133,7 @@ class Worker:
         self._is_member = False
         """Whether this node takes part in rounds."""
         self._duties: Duties | None = None
+        self._exclusion = ExclusionNotice()
         self._unreachable_reason = ""
 
     def run(self) -> tuple[str, str]:
@@ -355,22 +356,12 @@ class Worker:
         Returns None at the end, or the session with which to continue if its state needs other text or batches than
         those of `run`.
         """
-        exclusion, is_downloaded = ExclusionNotice(run.sync), True
+        is_downloaded = True
         while True:
             assert session.start.tip is not None
             if needs_inputs(run, session.terms_after(session.start.tip).run):
                 return session
-            trainer = self._trainer = Trainer(
-                session,
-                inner,
-                self._config.checkpoint,
-                self._reporter,
-                self._counters,
-                exclusion,
-                duties,
-                self._check,
-                partial(self._round_over, session),
-            )
+            trainer = self._trainer = self._make_trainer(session, inner, duties)
             try:
                 self._align(session, trainer)
                 if not session.start.is_resumed and is_downloaded:
@@ -387,7 +378,7 @@ class Worker:
             except Lost as exc:
                 trainer.abandon()
                 inner.reset_history()
-                if exc.cause.code != "far_behind":
+                if exc.cause.code != "far_behind":  # No round of a chain that has lost may be published.
                     duties.chain_left()
                 session, is_downloaded = self._resync(session, exc.cause)
             except (StopAsked, SwarmError):
@@ -398,6 +389,19 @@ class Worker:
             del trainer
             self._trainer = None
             gc.collect()  # A trainer is in a reference cycle, and it holds whole states.
+
+    def _make_trainer(self, session: Session, inner: InnerTrainer, duties: Duties) -> Trainer:
+        return Trainer(
+            session,
+            inner,
+            self._config.checkpoint,
+            self._reporter,
+            self._counters,
+            self._exclusion,
+            duties,
+            self._check,
+            partial(self._round_over, session),
+        )
 
     def _save_and_end(self, trainer: Trainer, error: MachineError) -> NoReturn:
         """Save the work if the parameters are sound after `error`, and end the worker."""
@@ -481,6 +485,7 @@ class Worker:
         if is_relay:
             self._reporter.enter(Phase.TRAINING, "This node relays for the run and does not train.", "relay")
         else:
+            self._reporter.publication = known_publication(self._config)
             self._reporter.enter(Phase.PAUSED, "Training is paused. This node serves the state on its disk.", "paused")
             session.swarm.serve(session.start.tip, session.source)
         tip, _ = session.start.take()

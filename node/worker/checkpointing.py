@@ -215,6 +215,8 @@ class Checkpointer:
         self._running: Future[None] | None = None
         self.save_s = 0.0
         """Seconds that the newest checkpoint took to write."""
+        self.refusal = ""
+        """Why the quota refused the newest checkpoint; empty if it did not."""
         self._is_cancelled = threading.Event()
         self._is_written = False
         """Whether a checkpoint has been written since the last `check`."""
@@ -228,6 +230,7 @@ class Checkpointer:
         assert not self.is_busy
         self.wait(0.0)
         self._is_cancelled.clear()
+        self.refusal = ""
         self._running = self._thread.submit(self._save, checkpoint, tip)
 
     def cancel(self) -> None:
@@ -264,6 +267,7 @@ class Checkpointer:
         except QuotaError as exc:
             # The older checkpoint stays on the disk, and the owner sees a notice, so training continues.
             logger.warning("The checkpoint of round %d is not written. %s", checkpoint.round, exc)
+            self.refusal = str(exc)
             return
         self._is_written = True
         self._source.publish(tip)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import IO
 
 from node.host.priority import WITHOUT_GPU
@@ -81,8 +81,9 @@ class DutyProcess:
 
     def _serve(self) -> str | None:
         """Run the process to its end. Returns why it failed; None if it did not."""
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        with ExitStack() as held:
             try:
+                errors = held.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
                 with self._lock:
                     if self._is_closing.is_set():
                         return None

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
+from node.host.files import write_whole
 from node.publication.model_card import CurvePoint, read_curve, with_point, write_curve
 from node.publication.publisher import PublishEvent
 from node.publication.waiting_rounds import WaitingRounds
@@ -31,6 +32,8 @@ from node.worker.reporter import Reporter
 logger = logging.getLogger(__name__)
 
 NOTICE = "publish"
+PUBLISHED_FILE = "published.json"
+"""Name of the file in the folder of waiting rounds with the newest publication that this node knows."""
 MOST_RANK = 8
 SPARE_TURNS = 2
 """After the run's end, the node waits for its own turn and so many more until the last round is published."""
@@ -42,6 +45,18 @@ def rank_of(head: str, peer_id: str, publishers: set[str]) -> int:
     All from place MOST_RANK on have the same turn, because false publishers must not delay a round for days.
     """
     return min(MOST_RANK, leader_order(f"publish {head}", sorted({peer_id, *publishers})).index(peer_id))
+
+
+def known_publication(config: Config) -> PublicationInfo:
+    """What this node knows of publications from before its start; empty if it does not publish."""
+    if not config.publish.to:
+        return PublicationInfo()
+    place, folder = str(parse_publish_address(config.publish.to)), config.node.data_dir / FOLDER
+    known = PublicationInfo(to=place)
+    with suppress(OSError, ValidationError):
+        stored = PublicationInfo.model_validate_json((folder / PUBLISHED_FILE).read_bytes())
+        known = stored if stored.to == place else known
+    return known.model_copy(update={"waiting": len(WaitingRounds(folder).all()), "problem": ""})
 
 
 class Publishing:
@@ -65,11 +80,13 @@ class Publishing:
         self._rounds = WaitingRounds(self._folder)
         self._events: queue.SimpleQueue[PublishEvent | str] = queue.SimpleQueue()
         self._newest_added = ""
+        self._has_changed = False
+        """Whether the number of waiting rounds may have changed since it was told."""
         self._ends_at_s = 0.0
         self._process: DutyProcess | None = None
         if self.is_on:
             self._place = str(parse_publish_address(config.publish.to))
-            reporter.publication = PublicationInfo(to=self._place, waiting=len(self._rounds.all()))
+            reporter.publication = known_publication(config)
             self._process = command("node.worker.publisher", self._start, self._rounds, self._on_line, self._events.put)
 
     @property
@@ -96,6 +113,7 @@ class Publishing:
             logger.warning("Round %d is not published by this node, as its disk refused it: %s", tip.round, exc)
             return
         self._newest_added = tip.head
+        self._has_changed = True
         if is_new and self._process is not None:
             logger.info("Round %d is due to be published; this node is number %d in turn.", tip.round, rank + 1)
             self._process.wake()
@@ -103,6 +121,7 @@ class Publishing:
     def chain_left(self) -> None:
         """Forget the rounds that wait, because the node has left their chain."""
         self._rounds.clear()
+        self._has_changed = True
 
     def round_over(self, record: RoundRecord) -> None:
         """Add a committed round to the curve on the card."""
@@ -124,6 +143,10 @@ class Publishing:
                     self._tell_failure(f"Publishing does not work: {event}")
                 else:
                     self._handle(event)
+                    self._has_changed = True
+        if self._has_changed:
+            self._has_changed = False
+            self._tell(waiting=len(self._rounds.all()))
 
     @property
     def is_over(self) -> bool:
@@ -155,9 +178,7 @@ class Publishing:
         if event.result == "failed":
             self._tell_failure(f"Round {event.round} is not published yet: {event.reason}")
             return
-        info = self._reporter.publication.model_copy(update={"waiting": len(self._rounds.all())})
         if event.result == "given_up":
-            self._reporter.publication = info
             self._tell_failure(f"Round {event.round} is not published by this node: {event.reason}")
             return
         if event.result == "superseded":
@@ -168,13 +189,25 @@ class Publishing:
         else:
             by = "this node" if event.result == "published" else "another node"
             logger.info("Round %d is published at %s as %s by %s.", event.round, self._place, event.revision, by)
-            info = info.model_copy(update={"round": event.round, "revision": event.revision, "at": utc_now()})
-        self._reporter.publication = info.model_copy(update={"problem": ""})
+            self._tell(round=event.round, revision=event.revision, at=utc_now())
+            self._store_newest()
+        self._tell(problem="")
         self._reporter.notice(NOTICE, "")
+
+    def _tell(self, **fields: object) -> None:
+        self._reporter.publication = self._reporter.publication.model_copy(update=fields)
+
+    def _store_newest(self) -> None:
+        path = self._folder / PUBLISHED_FILE
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_whole(path, self._reporter.publication.model_dump_json(), forced=False)
+        except OSError as exc:
+            logger.warning("The newest publication could not be noted in %s: %s", path, exc.strerror)
 
     def _tell_failure(self, text: str) -> None:
         """Tell the owner, and log a problem once."""
         if self._reporter.publication.problem != text:
             logger.warning("%s", text)
-        self._reporter.publication = self._reporter.publication.model_copy(update={"problem": text})
+        self._tell(problem=text)
         self._reporter.notice(NOTICE, text)

@@ -53,19 +53,21 @@ class Needs:
 class ExclusionNotice:
     """Counts the rounds in a row that were committed without the work that this node had done for them."""
 
-    def __init__(self, sync: SyncConfig) -> None:
-        self._sync = sync
+    def __init__(self) -> None:
         self._rounds = 0
 
-    def round_over(self, *, worked: bool, included: bool, needs: Needs) -> str | None:
-        """Return the new text of the notice. An empty text withdraws the notice, None leaves it unchanged."""
+    def round_over(self, *, worked: bool, included: bool, needs: Needs, sync: SyncConfig) -> str | None:
+        """Return the new text of the notice. An empty text withdraws the notice, None leaves it unchanged.
+
+        `sync` are the settings of the next round.
+        """
         if included:
             was_shown, self._rounds = self._rounds >= NOTICE_ROUNDS, 0
             return "" if was_shown else None
         self._rounds += worked
         if not worked or self._rounds < NOTICE_ROUNDS:
             return None
-        return explain_exclusion(self._rounds, needs, self._sync)
+        return explain_exclusion(self._rounds, needs, sync)
 
 
 def explain_exclusion(rounds: int, needs: Needs, sync: SyncConfig) -> str:

@@ -30,7 +30,8 @@ class RoundLog:
         self, session: Session, reporter: Reporter, counters: WorkCounters, exclusion: ExclusionNotice
     ) -> None:
         self._session, self._reporter, self._counters, self._exclusion = session, reporter, counters, exclusion
-        self._moved_bytes = (0, 0)
+        view = session.swarm.view
+        self._moved_bytes = _own_bytes(view.sent_bytes), _own_bytes(view.received_bytes)
         """(bytes sent, bytes received) until the end of the previous round."""
 
     def round_over(self, done: Committed, *, blocked_s: float, apply_s: float, step_s: float | None) -> RoundRecord:
@@ -100,7 +101,8 @@ class RoundLog:
         if round_s is None:
             return
         needs = Needs(round_s, self._session.swarm.view.upload_s, done.fetch_s, step_s or 0.0)
-        text = self._exclusion.round_over(worked=worked, included=done.included, needs=needs)
+        sync = self._session.terms_after(done.tip).run.sync
+        text = self._exclusion.round_over(worked=worked, included=done.included, needs=needs, sync=sync)
         if text is not None:
             self._reporter.notice(NOTICE_CODE, text)
 

@@ -138,7 +138,8 @@ class Trainer:
 
     def _begin(self, saved: Checkpoint | None) -> None:
         """Load the parameters and open the text."""
-        self._resumed_at = self._position if saved is not None else None
+        is_on_disk = saved is not None and not saved.extra.get("unsaved")
+        self._resumed_at = self._position if is_on_disk else None
         """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
         self._begun_at = self._saved_at = self._resumed_at
         """The positions of the newest checkpoint that was begun, and of the newest one on the disk, if there is one."""
@@ -560,7 +561,9 @@ class Trainer:
     # checkpoints and the end
 
     def save(self, *, cancels: bool = True) -> None:
-        """Write a checkpoint of outer and local state to the disk. Raises MachineError if the disk does not take it.
+        """Write a checkpoint of outer and local state to the disk.
+
+        Raises MachineError if the disk does not take it, or `limits.disk_gb` leaves no room.
 
         A checkpoint that is being written is cancelled, so that a stop does not write two, unless `cancels` is false.
         Nothing is written if the checkpoint that this trainer resumed from is still up to date.
@@ -576,6 +579,9 @@ class Trainer:
             self._tell_full_disk(exc)
         self._begin_checkpoint()
         self._wait_for_checkpoint()
+        if self._checkpointer.refusal:
+            what = f"The checkpoint of round {self.tip.round} is not written, and the older checkpoint is kept."
+            raise MachineError(f"{what} {self._checkpointer.refusal}", code=DISK_FULL)
 
     def save_if_possible(self, *, cancels: bool = True) -> None:
         """Save, or tell the owner that the disk is full. Call this where the node goes on without the checkpoint."""
@@ -631,11 +637,16 @@ class Trainer:
     def hand_over(self) -> Checkpoint:
         """End this trainer after Amended. Returns the checkpoint from which a trainer with the new settings goes on.
 
+        Its extra value `unsaved` says that the disk did not take it.
+
         After a rollback it has the anchor's parameters and no other work of this node.
         """
         self._encoder.wait()
         self.save_if_possible()
-        return self._checkpoint()
+        self._check_checkpoint()
+        checkpoint = self._checkpoint()
+        is_saved = self._position in (self._resumed_at, self._saved_at)
+        return checkpoint if is_saved else replace(checkpoint, extra=checkpoint.extra | {"unsaved": True})
 
     def _forget_after_rollback(self) -> None:
         """Discard this node's work if the newest round has taken the run back to an earlier state."""

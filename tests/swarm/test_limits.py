@@ -126,6 +126,19 @@ def test_node_ends_and_names_the_needed_size_if_its_disk_quota_is_too_small(tmp_
         assert "limits.disk_gb" in said and "GB" in said and "set it to" in said, said
 
 
+@pytest.mark.timeout(100)
+def test_node_says_that_its_disk_quota_left_no_room_for_its_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    with Swarm(tmp_path, tiny(model=MODEL)) as swarm:
+        node = swarm.found("--limits.disk_gb=0.040", "--checkpoint.every_s=3600")
+        node.until_round(1)
+        (node.folder / "filler").write_bytes(bytes(36_000_000))
+        assert node.http.post("/api/v1/actions/leave").status_code == 202
+        assert node.wait_end(30) == 3
+        assert "the older checkpoint is kept. limits.disk_gb allows 40.0 MB" in node.said()
+
+
 @pytest.mark.timeout(200)
 def test_node_name_and_log_level_change_while_the_node_trains(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny()) as swarm:

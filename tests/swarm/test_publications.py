@@ -80,7 +80,7 @@ def test_members_publish_each_round_once_and_others_join_a_run_that_was_founded_
     run = tiny(round={"policy": "steps", "inner_steps": 100, "min_peers": 1})
     with PublishHub(token="hf_of_this_test") as hub, Swarm(tmp_path / "swarm", run) as swarm:
         env = {**hub.environment, "HF_TOKEN": "hf_of_this_test", "HF_HOME": str(tmp_path / "home")}
-        flags = ("--publish.to=hub:ada/tiny", "--publish.every_rounds=4", "--publish.turn_s=20")
+        flags = ("--publish.to=hub:ada/tiny", "--publish.every_rounds=12", "--publish.turn_s=20")
         founder = swarm.found(*flags, env=env)
         (member,) = swarm.join("member", flags=flags, env=env)
 

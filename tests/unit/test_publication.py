@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import threading
@@ -18,7 +19,7 @@ from node.cli import main
 from node.config.amendments import rewound
 from node.config.manifest import Manifest, RunConfig
 from node.config.publish_address import parse_publish_address
-from node.config.schema import Config
+from node.config.schema import Config, PublishConfig
 from node.errors import ConfigError, DamagedState, MachineError, UsageError
 from node.publication.model_card import CurvePoint, curve_drawing, read_curve, with_point, write_curve
 from node.publication.model_folder import STATE_FILE, read_publication, verify_model_folder
@@ -44,7 +45,7 @@ from node.training.checkpoint import CheckpointStore, read_outer
 from node.worker.continued_run import continued_run
 from node.worker.duty_process import DutyProcess
 from node.worker.publisher import FOLDER, PublisherStart, make_publisher, publish_command, read_token
-from node.worker.publishing import MOST_RANK, Publishing, rank_of
+from node.worker.publishing import MOST_RANK, Publishing, known_publication, rank_of
 from node.worker_protocol import FoundFrom
 from tests.publish_hub import PublishHub, Repository
 from tests.unit.data_folder import make_data_folder
@@ -171,6 +172,22 @@ def test_only_the_newest_rounds_wait(tmp_path: Path) -> None:
     for number in range(MOST_WAITING + 3):
         rounds.add(Outer(), number, f"{number:064x}", 0)
     assert [one.round for one in rounds.all()] == list(range(3, MOST_WAITING + 3))
+
+
+def test_rounds_that_the_disk_refused_leave_nothing_behind(tmp_path: Path) -> None:
+    rounds, full = WaitingRounds(tmp_path), OSError(errno.ENOSPC, "No space left on device")
+
+    class FullDisk(Outer):
+        def link_outer(self, round: int, target: Path) -> bool:
+            super().link_outer(round, target)
+            raise full
+
+    for number in range(3):
+        with pytest.raises(OSError, match="No space"):
+            rounds.add(FullDisk(), number, f"{number:064x}", 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    rounds.add(Outer(), 7, "ab" * 32, 0)
+    assert [one.round for one in rounds.all()] == [7] and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_turn_comes_after_those_of_the_members_before(tmp_path: Path) -> None:
@@ -516,6 +533,18 @@ def test_a_round_that_waits_for_too_long_is_given_up(scene: Scene) -> None:
     scene.on_sleep[1050.0] = scene.rounds.clear
     scene.publisher.run()
     assert scene.results == [("given_up", 3)] and scene.store.puts == []
+
+
+def test_a_round_that_the_node_gives_up_while_it_is_read_is_not_called_damaged(scene: Scene) -> None:
+    scene.rounds.add(Outer(), 3, "ab" * 32, 0)
+
+    def write(_waiting: Any, _target: Path) -> None:
+        scene.rounds.clear()
+        raise DamagedState("The outer state is damaged: remove it.")
+
+    scene.publisher._write = write
+    scene.publisher.run()
+    assert scene.results == [("given_up", 3)] and "left its chain" in scene.events[0].reason
 
 
 def test_a_superseded_round_is_forgotten(scene: Scene) -> None:
@@ -881,19 +910,24 @@ def test_what_the_process_says_is_reported(publishing: tuple[Publishing, FakeRep
     made.attend()
     assert (reporter.publication.round, reporter.publication.revision, reporter.publication.problem) == (4, ONE, "")
     assert reporter.notices[-1] == "" and counters.totals.publications == {"failed": 1, "published": 1}
-    given_up = PublishEvent(result="given_up", round=5, revision=ONE, reason="it waited for too long.")
+    reason = "this node has left its chain, or had no room for it."
+    given_up = PublishEvent(result="given_up", round=5, revision=ONE, reason=reason)
     process.on_line(given_up.model_dump_json())
     made.attend()
-    assert reporter.notices[-1] == "Round 5 is not published by this node: it waited for too long."
+    assert reporter.notices[-1] == f"Round 5 is not published by this node: {reason}"
     assert reporter.publication.problem == reporter.notices[-1] and reporter.publication.round == 4
     process.on_failure("the process has no memory")
     process.on_line("no JSON")
     made.attend()
     assert "the process has no memory" in reporter.notices[-2] and "no JSON" in reporter.notices[-1]
+    known = known_publication(made._config)
+    assert (known.round, known.revision, known.problem) == (4, ONE, ""), "a restart knows it"
+    elsewhere = made._config.model_copy(update={"publish": PublishConfig(to="/another/place")})
+    assert known_publication(elsewhere).round == -1
 
 
 def test_a_saved_round_that_is_due_waits_for_its_turn(publishing: tuple[Publishing, FakeReporter, Any]) -> None:
-    made, *_ = publishing
+    made, reporter, _ = publishing
     process: Any = made._process
     digest = CheckpointStore(made._folder.parent / "checkpoints", 2).newest(repair=False).state_digest  # type: ignore[union-attr]
     tip = tip_of(1, 10**9)
@@ -902,8 +936,11 @@ def test_a_saved_round_that_is_due_waits_for_its_turn(publishing: tuple[Publishi
     made.saved(tip)
     made.saved(tip)
     assert process.wakes == 1 and [one.round for one in made._rounds.all()] == [1] and not made.is_over
+    made.attend()
+    assert reporter.publication.waiting == 1
     made.chain_left()
-    assert made.is_over
+    made.attend()
+    assert made.is_over and reporter.publication.waiting == 0
     tip.head, tip.proof = "cd" * 32, None
     made.saved(tip)
     assert made._rounds.all() == [], "the state that a run was founded from is published already"

@@ -73,21 +73,32 @@ def test_expected_utilization_is_unknown_without_measurements(
 
 
 def test_exclusion_notice_lasts_from_the_third_excluded_round_to_the_next_inclusion() -> None:
-    notice = ExclusionNotice(SyncConfig())
+    notice = ExclusionNotice()
     for _ in range(NOTICE_ROUNDS - 1):
-        assert notice.round_over(worked=True, included=False, needs=SLOW_UPLINK) is None
+        assert notice.round_over(worked=True, included=False, needs=SLOW_UPLINK, sync=SyncConfig()) is None
     for _ in range(2):
-        text = notice.round_over(worked=True, included=False, needs=SLOW_UPLINK)
+        text = notice.round_over(worked=True, included=False, needs=SLOW_UPLINK, sync=SyncConfig())
         assert text is not None and "too slow" in text
-    assert notice.round_over(worked=False, included=False, needs=SLOW_UPLINK) is None
-    assert notice.round_over(worked=True, included=True, needs=SLOW_UPLINK) == ""
-    assert notice.round_over(worked=True, included=True, needs=SLOW_UPLINK) is None
-    assert notice.round_over(worked=True, included=False, needs=SLOW_UPLINK) is None
+    assert notice.round_over(worked=False, included=False, needs=SLOW_UPLINK, sync=SyncConfig()) is None
+    assert notice.round_over(worked=True, included=True, needs=SLOW_UPLINK, sync=SyncConfig()) == ""
+    assert notice.round_over(worked=True, included=True, needs=SLOW_UPLINK, sync=SyncConfig()) is None
+    assert notice.round_over(worked=True, included=False, needs=SLOW_UPLINK, sync=SyncConfig()) is None
+
+
+def test_exclusion_notice_names_what_helps_with_the_settings_of_now() -> None:
+    notice = ExclusionNotice()
+    for _ in range(NOTICE_ROUNDS - 1):
+        notice.round_over(worked=True, included=False, needs=SLOW_UPLINK, sync=SyncConfig())
+    amended = SyncConfig(codec="int4")
+    text = notice.round_over(worked=True, included=False, needs=SLOW_UPLINK, sync=amended)
+    assert text is not None and "int4" not in text
 
 
 def test_rounds_for_which_a_node_did_not_work_cause_no_exclusion_notice() -> None:
-    notice = ExclusionNotice(SyncConfig())
-    assert [notice.round_over(worked=False, included=False, needs=SLOW_UPLINK) for _ in range(9)] == [None] * 9
+    notice = ExclusionNotice()
+    assert [
+        notice.round_over(worked=False, included=False, needs=SLOW_UPLINK, sync=SyncConfig()) for _ in range(9)
+    ] == [None] * 9
 
 
 CONNECTION = (

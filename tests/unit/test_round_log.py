@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from node.config.manifest import SyncConfig
+from node.status import Channel
 from node.swarm.member import MemberSnapshot
 from node.worker.round_diagnostics import NOTICE_ROUNDS, ExclusionNotice
 from node.worker.round_log import RoundLog, split_by_stage
@@ -37,14 +38,15 @@ def test_round_in_which_the_node_took_no_part_has_no_stages() -> None:
 
 def test_exclusions_are_counted_over_a_rejoin_until_the_node_is_included() -> None:
     notices: list[str] = []
-    session: Any = SimpleNamespace(swarm=SimpleNamespace(view=MemberSnapshot()))
+    terms = SimpleNamespace(run=SimpleNamespace(sync=SyncConfig()))
+    session: Any = SimpleNamespace(swarm=SimpleNamespace(view=MemberSnapshot()), terms_after=lambda _tip: terms)
     reporter: Any = SimpleNamespace(notice=lambda _code, text: notices.append(text))
     counters: Any = None
-    exclusion = ExclusionNotice(SyncConfig())
+    exclusion = ExclusionNotice()
 
     def end_round(included: bool) -> None:
         """End a round with a log of its own, as after a restart of the trainer."""
-        done: Any = SimpleNamespace(included=included, fetch_s=1.0)
+        done: Any = SimpleNamespace(included=included, fetch_s=1.0, tip=None)
         log = RoundLog(session, reporter, counters, exclusion)
         log.update_exclusion_notice(done, worked=True, round_s=9.0, step_s=1.0)
 
@@ -53,3 +55,10 @@ def test_exclusions_are_counted_over_a_rejoin_until_the_node_is_included() -> No
     assert len(notices) == 1 and f"The last {NOTICE_ROUNDS} rounds" in notices[0]
     end_round(included=True)
     assert notices[1:] == [""]
+
+
+def test_the_first_round_of_a_new_log_counts_only_its_own_traffic() -> None:
+    """An amendment makes a new trainer, and the counters of the process go on."""
+    view = MemberSnapshot(sent_bytes={Channel.REDUCE: 7000}, received_bytes={Channel.REDUCE: 9000})
+    log = RoundLog(cast(Any, SimpleNamespace(swarm=SimpleNamespace(view=view))), *cast(Any, (None, None, None)))
+    assert log._bytes_since_last_round(7500, 9200) == (500, 200)
