@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +65,11 @@ def load_corpus(folder: Path | None = None) -> Corpus:
         except OSError:
             continue
         (held_out if is_held_out(name) else train).append(text)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if len(train) + len(held_out) < MIN_FILES or not train or not held_out:
         raise MachineError(
             f"Python's standard library in {folder} has {len(train) + len(held_out)} readable source files, and "
-            f"{MIN_FILES} are needed: install a complete Python 3.11 (on Debian: apt install libpython3.11-stdlib).",
+            f"{MIN_FILES} are needed: install a complete Python (on Debian: apt install libpython{version}-stdlib).",
             code="no_data",
         )
     return Corpus(train=_concatenate(train), held_out=_concatenate(held_out))

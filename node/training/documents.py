@@ -10,6 +10,8 @@ from __future__ import annotations
 import glob
 import hashlib
 import logging
+import lzma
+import zlib
 from collections.abc import Iterator
 from gzip import BadGzipFile
 from pathlib import Path
@@ -58,7 +60,7 @@ class Documents:
 
     def _is_transient(self, exc: Exception) -> bool:
         """Whether a retry may help. It helps neither with a malformed or missing file nor with any local file."""
-        malformed = (ValueError, KeyError, EOFError, BadGzipFile)
+        malformed = (ValueError, KeyError, EOFError, BadGzipFile, zlib.error, lzma.LZMAError)
         is_malformed = isinstance(exc, malformed) or type(exc).__module__.startswith("pyarrow")
         status = getattr(exc, "status", getattr(getattr(exc, "response", None), "status_code", 0))
         is_gone = isinstance(exc, (FileNotFoundError, PermissionError)) or status in (401, 403, 404, 410)

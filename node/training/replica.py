@@ -77,7 +77,8 @@ class Replica:
             raise
         except (RuntimeError, OSError, SubprocessError) as exc:
             raise MachineError(
-                "The layers could not be compiled: install a C++ compiler, or set devices.compile to off.",
+                "The layers could not be compiled: install a C++ compiler and Python's header files, or set "
+                "devices.compile to off.",
                 code=NO_COMPILER,
             ) from exc
 

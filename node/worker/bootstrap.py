@@ -423,7 +423,10 @@ class Worker:
         if trainer.tip.round >= first:
             logger.info("Replayed rounds %d to %d from the disk.", first, trainer.tip.round)
         aligning = session.swarm.start_call(lambda member: member.align())
-        tip = self._waiter.wait(aligning, on_poll=trainer.apply_committed_rounds)
+        try:
+            tip = self._waiter.wait(aligning, on_poll=trainer.apply_committed_rounds)
+        finally:
+            aligning.cancel()  # An amendment in a replayed round needs another trainer, which aligns again.
         trainer.apply_committed_rounds()
         trainer.align_to(tip, is_new=not session.start.is_resumed)
 

@@ -5,7 +5,10 @@ An evaluator sends the loss with its contribution to the next round, so the next
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+
+import torch
 
 from node.config.manifest import EvaluationConfig
 from node.swarm.chain.chain import Tip
@@ -13,6 +16,8 @@ from node.swarm.consensus.leader_election import leader_order
 from node.swarm.messages import MOST_LOSS
 from node.worker.inner_trainer import InnerTrainer
 from node.worker.supervisor_link import StopAsked
+
+logger = logging.getLogger(__name__)
 
 
 def is_evaluator(peer_id: str, tip: Tip, evaluators: int) -> bool:
@@ -43,5 +48,10 @@ class Evaluation:
             try:
                 loss = self._inner.evaluate(tip.state.anchor, before_micro_batch)
             except StopAsked:
+                return
+            except torch.OutOfMemoryError:
+                if self._inner.replica.is_shared:  # The other ranks wait in a collective.
+                    raise
+                logger.warning("Round %d is not evaluated: another program has taken the device's memory.", tip.round)
                 return
             self.loss = loss if loss < MOST_LOSS else None  # Also None for NaN.

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from node.config.manifest import SampleConfig
 from node.host.files import write_whole
 from node.host.printable import CONTROLS
@@ -52,6 +54,9 @@ class TextSampler:
         try:
             texts = self._inner.continue_prompts(tip.state.anchor, self._budget_s(tip.round_s), before_token)
         except StopAsked:
+            return
+        except torch.OutOfMemoryError:
+            logger.warning("No text is sampled, as another program has taken the device's memory.")
             return
         found = [
             Sample(round=tip.round, prompt=prompt, text=_UNPRINTABLE.sub("\ufffd", text[:LONGEST_TEXT]))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.config.manifest import InnerConfig, ModelConfig, RunConfig, SampleConfig
+from node.config.manifest import EvaluationConfig, InnerConfig, ModelConfig, RunConfig, SampleConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.status import Sample
 from node.swarm.chain.chain import OuterRule, Tip, make_tip
@@ -24,6 +24,7 @@ from node.training.replica import Replica
 from node.training.sampling import sample_tokens
 from node.training.tokenizer import END, ByteTokenizer
 from node.worker.counters import WorkCounters
+from node.worker.evaluation import Evaluation
 from node.worker.inner_trainer import InnerTrainer
 from node.worker.sampler import MOST_ROUND_SHARE, MOST_ROUNDS, MOST_SHARE, SAMPLES_FILE, TextSampler, thinned
 from node.worker.supervisor_link import StopAsked
@@ -239,3 +240,20 @@ def test_compiled_layers_are_not_compiled_again_for_each_length() -> None:
 def test_bad_prompts_are_refused(prompts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="prompt"):
         SampleConfig(prompts=prompts)
+
+
+def test_evaluation_and_sample_are_left_out_while_another_program_has_the_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = trainer_of()
+    inner._held_out = [torch.zeros(2, 9, dtype=torch.int64)]
+    own = inner.replica.parameters
+
+    def fill_memory() -> None:
+        raise torch.OutOfMemoryError
+
+    evaluation = Evaluation(EvaluationConfig(every_rounds=1), inner)
+    evaluation.round_over(tip_at(0), "me", fill_memory)
+    TextSampler(SAMPLE, inner, tmp_path).round_over(tip_at(0), fill_memory)
+    assert evaluation.loss is None and len(caplog.records) == 2
+    assert inner.replica.parameters.equal(own)
