@@ -10,9 +10,12 @@ second one. In a URL each publisher writes a part of its own, so the files of tw
 
 from __future__ import annotations
 
+import glob
 import json
+import math
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -25,6 +28,7 @@ from node.training.hub import first_sentence
 
 RECORD_FILE = "diloco.json"
 """The file of a publication that names its state and its other files."""
+MOST_RECORD_BYTES = 64 * 2**20
 COMPLETE = "COMPLETE"
 NOT_FETCHED = (".gguf", ".gitattributes")
 """Suffixes of files that are not downloaded to found a run."""
@@ -177,9 +181,10 @@ class HubStore:
             self._api.create_repo(self._name, exist_ok=True)
 
     def _commit(self, revision: str, folder: Path, parent: str | None, *, may_fail: bool) -> str | None:
-        """Replace all files by those of the folder in one commit, whose parent must still be the newest commit.
+        """Replace the files of the publication before by those of the folder. The owner's own files stay.
 
-        Returns the commit; None if somebody else has committed since `parent` was read.
+        It is one commit, whose parent must still be the newest commit. Returns the commit; None if somebody else has
+        committed since `parent` was read.
         """
         from huggingface_hub import CommitOperation, CommitOperationAdd, CommitOperationDelete
         from huggingface_hub.errors import HfHubHTTPError
@@ -191,7 +196,7 @@ class HubStore:
                 f"hub:{self._name} holds files that are no publication, and publishing would remove them: name an "
                 "empty or a new repository."
             )
-        old = known - set(files) - {".gitattributes"}
+        old = known & {RECORD_FILE, *self._published_files(parent)} - set(files) if RECORD_FILE in known else set()
         operations: list[CommitOperation] = [
             *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
             *(CommitOperationDelete(path_in_repo=name, is_folder=False) for name in sorted(old)),
@@ -204,6 +209,15 @@ class HubStore:
             raise
         return done.oid
 
+    def _published_files(self, commit: str | None) -> set[str]:
+        """The files that the record of the publication in this commit names; none if it is damaged."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = self._api.hf_hub_download(self._name, RECORD_FILE, revision=commit, cache_dir=folder)
+            try:
+                return set(json.loads(Path(path).read_bytes())["files"])
+            except (ValueError, LookupError, TypeError):
+                return set()
+
     def _tag(self, revision: str, commit: str) -> None:
         self._api.create_tag(self._name, tag=revision, revision=commit, exist_ok=True)
 
@@ -212,18 +226,17 @@ class HubStore:
 
         with self._translated():
             commit = self._api.repo_info(self._name, revision=self._revision or MAIN).sha
-            files = [
-                one
-                for one in self._api.list_repo_tree(self._name, recursive=True, revision=commit)
-                if isinstance(one, RepoFile) and not one.path.endswith(NOT_FETCHED)
-            ]
-            if RECORD_FILE not in {one.path for one in files}:
+            tree = self._api.list_repo_tree(self._name, recursive=True, revision=commit)
+            sizes = {one.path: one.size for one in tree if isinstance(one, RepoFile)}
+            if sizes.get(RECORD_FILE, math.inf) > MOST_RECORD_BYTES:
                 raise _nothing_at(f"hub:{self._name}")
-            check_size(sum(one.size for one in files))
+            # The owner may keep other files there, which are no part of the publication.
+            wanted = {RECORD_FILE, *self._published_files(commit)}.intersection(sizes)
+            wanted = {name for name in wanted if not name.endswith(NOT_FETCHED)}
+            check_size(sum(sizes[name] for name in wanted))
+            patterns = sorted(map(glob.escape, wanted))
             return Path(
-                self._api.snapshot_download(
-                    self._name, revision=commit, cache_dir=target, ignore_patterns=[f"*{end}" for end in NOT_FETCHED]
-                )
+                self._api.snapshot_download(self._name, revision=commit, cache_dir=target, allow_patterns=patterns)
             )
 
 

@@ -247,9 +247,13 @@ def any_size(_: int) -> None:
     """Any publication fits."""
 
 
+def record_text(text: str) -> str:
+    return json.dumps({"text": text, "files": {"README.md": "its hash"}})
+
+
 def make_folder(path: Path, text: str) -> Path:
     path.mkdir(parents=True)
-    (path / RECORD_FILE).write_text(text)
+    (path / RECORD_FILE).write_text(record_text(text))
     (path / "README.md").write_text(f"# {text}\n")
     return path
 
@@ -260,16 +264,16 @@ def test_a_place_holds_a_revision_once(address: str, tmp_path: Path) -> None:
     assert store.put(ONE, make_folder(tmp_path / "one", "one"))
     assert store.has(ONE) and not store.has(TWO)
     assert not store_at(address, "other").put(ONE, make_folder(tmp_path / "other", "other"))
-    assert (store.fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == "one"
+    assert (store.fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == record_text("one")
 
 
 def test_the_newest_whole_revision_is_fetched(address: str, tmp_path: Path) -> None:
     store = store_at(address)
     for revision, text in ((ONE, "one"), (TWO, "two")):
         store.put(revision, make_folder(tmp_path / text, text))
-    assert (store_at(address).fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == "two"
+    assert (store_at(address).fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == record_text("two")
     one = f"{address}@{ONE}" if address.startswith("hub:") else f"{address}/{ONE}"
-    assert (store_at(one).fetch(tmp_path / "old", any_size) / RECORD_FILE).read_text() == "one"
+    assert (store_at(one).fetch(tmp_path / "old", any_size) / RECORD_FILE).read_text() == record_text("one")
 
 
 def test_a_place_without_a_publication_says_so(address: str, tmp_path: Path) -> None:
@@ -297,7 +301,10 @@ def test_two_publishers_at_one_url_do_not_mix_their_files(tmp_path: Path) -> Non
     assert second.put(ONE, make_folder(tmp_path / "two", "two"))
     assert not first.put(ONE, make_folder(tmp_path / "one", "one"))
     got = first.fetch(tmp_path / "got", any_size)
-    assert {path.name: path.read_text() for path in got.iterdir()} == {RECORD_FILE: "two", "README.md": "# two\n"}
+    assert {path.name: path.read_text() for path in got.iterdir()} == {
+        RECORD_FILE: record_text("two"),
+        "README.md": "# two\n",
+    }
 
 
 def test_two_publishers_of_one_name_keep_the_part_that_counts(tmp_path: Path) -> None:
@@ -317,7 +324,7 @@ def test_two_publishers_of_one_name_keep_the_part_that_counts(tmp_path: Path) ->
     first._complete_part = look
     assert not first.put(ONE, tmp_path / "one")
     assert looks == [None, "mine"]
-    assert (second.fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == "one"
+    assert (second.fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == record_text("one")
 
 
 def test_nothing_is_downloaded_without_room(address: str, tmp_path: Path) -> None:
@@ -332,7 +339,7 @@ def test_nothing_is_downloaded_without_room(address: str, tmp_path: Path) -> Non
     if "://" in address or address.startswith("hub:"):
         with pytest.raises(MachineError, match="no room"):
             store_at(address).fetch(tmp_path / "got", refuse)
-        assert sizes == [len("one") + len("# one\n")]
+        assert sizes == [len(record_text("one")) + len("# one\n")]
         assert not any(path.is_file() for path in (tmp_path / "got").rglob("*"))
     else:
         assert store_at(address).fetch(tmp_path / "got", refuse) == tmp_path / "place" / ONE
@@ -372,6 +379,18 @@ def test_the_hub_gets_one_commit_and_a_tag_for_each_revision(hub: PublishHub, tm
     assert set(repository.commits[-1].files) == {".gitattributes", RECORD_FILE}, "files of the old revision are left"
 
 
+def test_own_files_of_the_owner_stay_on_the_hub_and_are_not_fetched(hub: PublishHub, tmp_path: Path) -> None:
+    store = store_at("hub:ada/tiny")
+    store.put(ONE, make_folder(tmp_path / "one", "one"))
+    repository = hub.repositories["ada/tiny"]
+    own = {"LICENSE": b"MIT", "model-q4.gguf": b"small", "results/eval.md": b"good"}
+    repository.add("own files", repository.commits[-1].files | own)
+    store.put(TWO, make_folder(tmp_path / "two", "two"))
+    assert own.items() <= repository.commits[-1].files.items()
+    got = store.fetch(tmp_path / "got", any_size)
+    assert {path.name for path in got.iterdir()} == {RECORD_FILE, "README.md"}
+
+
 def test_a_commit_whose_publisher_died_before_the_tag_is_tagged_and_not_repeated(
     hub: PublishHub, tmp_path: Path
 ) -> None:
@@ -408,7 +427,7 @@ def test_a_round_older_than_the_newest_on_the_hub_is_superseded(hub: PublishHub,
     store.put(TWO, make_folder(tmp_path / "two", "two"))
     with pytest.raises(Superseded):
         store.put(ONE, make_folder(tmp_path / "one", "one"))
-    assert (store.fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == "two"
+    assert (store.fetch(tmp_path / "got", any_size) / RECORD_FILE).read_text() == record_text("two")
 
 
 def test_a_token_that_may_not_write_is_named_by_its_place_and_not_shown(hub: PublishHub, tmp_path: Path) -> None:
