@@ -181,7 +181,8 @@ def _members(run: PublicRun) -> str:
             for owner, count in counts.items()
         ]
         if run.members_now > len(run.members):
-            people.append(f"and {run.members_now - len(run.members):,} more machines")
+            more = run.members_now - len(run.members)
+            people.append(f"and {more:,} more machine{'s' * (more > 1)}")
         body = f'<ul class="people">{"".join(f"<li>{one}</li>" for one in people)}</ul>'
     return f'<section class="card"><h2>Here now</h2>{body}</section>'
 

@@ -35,6 +35,8 @@ DISK_KINDS = ("checkpoints", "history", "cache", "logs", "metrics")
 TOKEN_LENGTH_MIN = 32
 """A shorter token could be guessed. Generated tokens have 43 characters (256 bits)."""
 DISK_INTERVAL_S = 10.0
+LOST_AND_FOUND = "lost+found"
+"""A folder of root at the top of a disk of its own."""
 LOCK_PATIENCE_S = 0.5
 """A command holds the folder's lock for a moment to see whether a node runs (`commands.client`)."""
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -275,6 +277,8 @@ def _require_private(path: Path) -> None:
         )
     for entry in sorted(path.iterdir()):
         found = entry.lstat()
+        if entry.name == LOST_AND_FOUND and found.st_uid == 0:
+            continue
         _require_own(entry, found)
         if found.st_mode & WRITABLE_BY_OTHERS and not entry.is_symlink():
             entry.chmod(stat.S_IMODE(found.st_mode) & ~WRITABLE_BY_OTHERS)

@@ -105,10 +105,10 @@ def no_tls_notice(api: ApiConfig) -> Notice | None:
         return None
     text = (
         f"The page is open to other machines (api.host is {api.host}; it answers to {', '.join(names)}) without TLS: "
-        "others on the network path can read the token. Set api.tls_cert and api.tls_key, or bind 127.0.0.1 and use "
-        "an SSH tunnel."
+        "others on the network path can read the token. Set api.tls_cert and api.tls_key, or bind 127.0.0.1 (a "
+        "container publishes 127.0.0.1:8080:8080) and use an SSH tunnel."
     )
-    return Notice(code=NO_TLS, text=text)
+    return Notice(code=NO_TLS, level="info", text=text)
 
 
 def _is_loopback(host: str) -> bool:

@@ -38,6 +38,7 @@ from node.status import (
     rfc3339,
 )
 
+WITHOUT_WORKER = (Phase.STOPPED, Phase.ERROR)
 FRESH_S = 3.0
 """A report comes once a second. The ages in an older one are increased by its own age."""
 ROUNDS_KEPT = 200
@@ -215,7 +216,7 @@ class NodeState:
         """Whether the node is out of the swarm. While a worker starts, the newest report is that of the one before."""
         state = self._phase_override or self._report.state
         is_starting = self._phase_override is not None and state.phase is Phase.STARTING
-        return is_starting or state.code == TRAFFIC_LIMIT
+        return is_starting or state.code == TRAFFIC_LIMIT or state.phase in WITHOUT_WORKER
 
     def _peer_rows(self) -> tuple[PeerRow, ...]:
         """The peer table, whose ages go on while no report comes."""
@@ -258,10 +259,13 @@ class NodeState:
 
     def _build(self) -> Status:
         state, report = self._phase_override or self._report.state, self._report
-        has_no_worker = state.phase in (Phase.STOPPED, Phase.ERROR)
+        has_no_worker = state.phase in WITHOUT_WORKER
         # A pause has its own worker. Until it reports, the newest report is that of the training worker before it.
         if has_no_worker or (state.phase is Phase.PAUSED and report.state.phase is not Phase.PAUSED):
             report = _idle(report)
+        if has_no_worker:
+            unknown = {"reachability": "none", "reachability_code": "not_tested", "reachability_reason": ""}
+            report = report.model_copy(update=unknown)
         if self._is_alone:
             report = report.model_copy(update={"peers": PeersInfo()})
         node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-6:]})

@@ -38,25 +38,29 @@ class ProcessMeter:
         """Measure all processes. A process that ends meanwhile is left out."""
         worker_pid, memory = self._worker_pid(), dict.fromkeys(PROCESS_KINDS, 0)
         cpu_s, seen = dict(self.usage.cpu_seconds), {}
-        for process in (self._own, *self._children()):
+        children = self._children()
+        for process in (self._own, *(children or ())):
+            before_s = self._cpu_s.get(process, 0.0)
             try:
                 with process.oneshot():
                     kind = self._kind(process, worker_pid)
                     times, rss = process.cpu_times(), process.memory_info().rss
             except psutil.Error:
+                seen[process] = before_s  # It may be readable again later.
                 continue
             memory[kind] += rss
             seen[process] = times.user + times.system
-            cpu_s[kind] += max(0.0, seen[process] - self._cpu_s.get(process, 0.0))
-        self._cpu_s = seen
+            cpu_s[kind] += max(0.0, seen[process] - before_s)
+        # Of processes that could not be listed now, the time until here must not count again.
+        self._cpu_s = seen if children is not None else self._cpu_s | seen
         self.usage = ProcessUsage(memory, cpu_s)
 
-    def _children(self) -> list[psutil.Process]:
-        """All processes below this one; none if the system does not list them, as in some sandboxes."""
+    def _children(self) -> list[psutil.Process] | None:
+        """All processes below this one; None if the system does not list them, as in some sandboxes."""
         try:
             return list(self._own.children(recursive=True))
         except (psutil.Error, OSError):
-            return []
+            return None
 
     def _kind(self, process: psutil.Process, worker_pid: int | None) -> str:
         if process.pid == self._own.pid:

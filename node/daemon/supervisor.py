@@ -194,6 +194,8 @@ class Supervisor:
     def submit(self, amendment: SignedAmendment) -> None:
         if self._desired != "run":
             raise NotAllowed("The node takes no part in rounds now, so it can submit nothing: `resume` it first.")
+        if self._worker.pid is None:
+            raise NotAllowed("The node is starting again, so it can submit nothing: submit it again in a minute.")
         logger.info("The owner has submitted an amendment of the run: %s", amendment.text)
         self._worker.send(Submit(amendment=amendment))
 

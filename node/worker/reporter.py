@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
 DEVICE_INTERVAL_S = 5.0
+NO_TEXT_S = 300.0
+"""After so long without text, the owner is told."""
 MOST_REFUSED = 8
 """Refused submissions that are reported."""
 
@@ -84,6 +86,7 @@ class Reporter:
         self._reported_at_s = 0.0
         self._devices: tuple[DeviceInfo, ...] = ()
         self._devices_at_s = 0.0
+        self._no_text_since_s: float | None = None
 
     # phases
 
@@ -107,7 +110,20 @@ class Reporter:
         self.enter(Phase.TRAINING, reason, "training")
 
     def enter_no_text(self, problem: str) -> None:
-        self.enter(Phase.TRAINING, f"{problem or 'The text is being read.'} Training waits for text.", "no_text")
+        """Training waits for text. The owner gets a notice if that lasts long."""
+        reason = f"{problem or 'The text is being read.'} Training waits for text."
+        self.enter(Phase.TRAINING, reason, "no_text")
+        now_s = time.monotonic()
+        if self._no_text_since_s is None:
+            self._no_text_since_s = now_s
+        elif now_s - self._no_text_since_s > NO_TEXT_S:
+            self.notice("no_text", f"This node has not trained for minutes. {reason}")
+
+    def has_text(self) -> None:
+        """There is text again."""
+        if self._no_text_since_s is not None:
+            self._no_text_since_s = None
+            self.notice("no_text", "")
 
     def enter_waiting(self, view: MemberSnapshot, next_round: int) -> None:
         """Enter the phase in which training is blocked until a round is over."""

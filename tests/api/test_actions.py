@@ -171,3 +171,16 @@ def test_setting_that_cannot_be_stored_is_not_changed(tmp_path: Path) -> None:
         answer = daemon.http.patch("/api/v1/config", json={"limits": {"upload_mbit_s": 9}})
         assert answer.status_code == 422 and "settings.json" in answer.text and "nothing has changed" in answer.text
         assert daemon.http.get("/api/v1/config").json()["config"]["limits"]["upload_mbit_s"] == 0
+
+
+def test_amendment_is_refused_while_there_is_no_worker_to_submit_it(tmp_path: Path) -> None:
+    body = {"text": "{}", "signatures": {"ada": "00"}}
+    with Daemon(tmp_path, "crash", backoff_s=[60.0]) as daemon:
+        daemon.ready().until_phase("starting", "worker_crashed")
+        answer = daemon.http.post("/api/v1/amendments", json=body)
+        assert answer.status_code == 409 and "submit it again" in answer.json()["detail"]
+        assert daemon.terminate()[0] == 0
+    with Daemon(tmp_path / "other") as daemon:
+        daemon.ready().until_phase("training")
+        assert daemon.http.post("/api/v1/amendments", json=body).status_code == 202
+        assert daemon.terminate()[0] == 0

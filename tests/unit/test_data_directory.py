@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.data_directory import COUNTERS_FILE, LOCK_PATIENCE_S, DataDirectory, OwnerRequest
+from node.daemon.data_directory import COUNTERS_FILE, LOCK_PATIENCE_S, DataDirectory, OwnerRequest, _require_private
 from node.errors import DataFolderError, RestartError
 from node.status import Activity, Counters, SavedCounters
 
@@ -96,6 +96,19 @@ def test_data_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(DataFolderError, match=f"belongs to user {os.getuid()}"):
         DataDirectory.open(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_folder_at_the_top_of_a_disk_of_its_own_may_be_the_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chown(tmp_path, 12345, 12345)
+    (tmp_path / "lost+found").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    _require_private(tmp_path)
+    os.chown(tmp_path / "lost+found", 54321, 54321)
+    with pytest.raises(DataFolderError, match="belongs to user 54321"):
+        _require_private(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

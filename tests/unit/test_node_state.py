@@ -79,6 +79,18 @@ def test_peers_of_a_dead_worker_are_not_shown_as_live() -> None:
     assert (state.view(alive=True).swarm, state.status.peers) == ((row,), report.peers)
 
 
+@pytest.mark.parametrize("phase", [Phase.ERROR, Phase.STOPPED])
+def test_node_without_a_worker_has_no_peers_and_is_not_reachable(phase: Phase) -> None:
+    state = make_state()
+    state.set_phase(None)
+    state.apply_report(Report(state=TRAINING, peers=PeersInfo(connected=1, training=2), reachability="direct"))
+    assert state.status.peers.connected == 1
+    state.set_phase(PhaseState(phase=phase, code="x"))
+    status = state.status
+    assert (status.peers, status.reachability, status.reachability_code) == (PeersInfo(), "none", "not_tested")
+    assert state.view(alive=True).swarm == ()
+
+
 @pytest.mark.parametrize(("phase", "code"), [(Phase.ERROR, "worker_crashes"), (Phase.PAUSED, "paused")])
 def test_status_shows_no_activity_after_the_worker_has_ended(phase: Phase, code: str) -> None:
     state = make_state()

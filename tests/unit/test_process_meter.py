@@ -96,3 +96,27 @@ def test_system_that_does_not_list_processes_gives_only_the_supervisor(monkeypat
     meter.sample()
     assert meter.usage.memory_bytes["supervisor"] > 0
     assert {kind for kind, size_bytes in meter.usage.memory_bytes.items() if size_bytes} == {"supervisor"}
+
+
+def test_time_of_a_process_counts_once_if_it_could_not_be_read_in_between(
+    worker: tuple[subprocess.Popen[str], list[psutil.Process]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, (_, rank) = worker
+    meter = ProcessMeter(lambda: process.pid)
+
+    def has_computed() -> bool:
+        meter.sample()
+        return meter.usage.cpu_seconds["rank"] >= 0.3
+
+    wait_for(has_computed, 30, "the busy process computes")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise psutil.AccessDenied
+
+    for owner, name in ((ProcessMeter, "_kind"), (psutil.Process, "children")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refuse)
+            meter.sample()
+        meter.sample()
+    times = rank.cpu_times()
+    assert meter.usage.cpu_seconds["rank"] <= times.user + times.system

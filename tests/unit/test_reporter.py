@@ -14,7 +14,7 @@ from node.swarm.governance.charter import sign_amendment
 from node.swarm.identity import new_identity
 from node.swarm.member import MemberSnapshot
 from node.worker import reporter as reporter_module
-from node.worker.reporter import Reporter
+from node.worker.reporter import NO_TEXT_S, Reporter
 
 
 class Link:
@@ -63,6 +63,21 @@ def test_waiting_for_members_and_for_text_begin_anew(reporter: Reporter) -> None
     assert len(set(began)) == len(began)
     reporter.enter(Phase.PAUSED, "Because of something else.", "scheduled")
     assert reporter.state.since == began[-1]
+
+
+def test_owner_is_told_if_there_is_no_text_for_minutes(reporter: Reporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, told = [0.0], list[str]()
+    monkeypatch.setattr("node.worker.reporter.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr(reporter, "notice", lambda _code, text, **_options: told.append(text))
+    reporter.enter_no_text("The hub does not answer.")
+    reporter.has_text()
+    assert told == [""]
+    for at_s in (10.0, 20.0, 30.0 + NO_TEXT_S):
+        now_s[0] = at_s
+        reporter.enter_no_text("The hub does not answer.")
+    assert told[1:] == ["This node has not trained for minutes. The hub does not answer. Training waits for text."]
+    reporter.has_text()
+    assert told[2:] == [""]
 
 
 def signed_pause(from_round: int) -> SignedAmendment:
