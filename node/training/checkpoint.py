@@ -2,7 +2,7 @@
 
     checkpoints/round-00000012/
         outer.safetensors    anchor and momentum, which joiners download
-        local.safetensors    tensors of this node alone: local, optimizer.*, other.*
+        local.safetensors    tensors of this node alone: local, optimizer.*
         meta.json            all other fields, size and BLAKE2b of both files, and a checksum of meta.json
 
 A checkpoint is written to a temporary folder, synced and renamed. The store has one writer, the process that holds the

@@ -27,7 +27,7 @@ from node.status import Value
 FOLDER = "publish"
 """Folder of the waiting rounds, in the data folder."""
 CURVE_FILE = "curve.json"
-"""File in FOLDER with the losses of the run's rounds (`curve_file.CurveFile`)."""
+"""File in FOLDER with the losses of the run's rounds (`model_card.Curve`)."""
 SCRATCH = ".scratch"
 
 

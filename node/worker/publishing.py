@@ -6,7 +6,6 @@ The process `node.worker.publisher` does the work. Its failure never harms the n
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,13 +24,13 @@ from node.swarm.consensus.leader_election import leader_order
 from node.swarm.member import MemberSnapshot
 from node.training.checkpoint import CheckpointStore
 from node.worker.counters import WorkCounters
+from node.worker.duty import Duty
 from node.worker.duty_process import DutyProcess
 from node.worker.publisher import CURVE_FILE, FOLDER, PublisherStart
 from node.worker.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
-NOTICE = "publish"
 PUBLISHED_FILE = "published.json"
 """Name of the file in the folder of waiting rounds with the newest publication that this node knows."""
 MOST_RANK = 8
@@ -59,8 +58,10 @@ def known_publication(config: Config) -> PublicationInfo:
     return known.model_copy(update={"waiting": len(WaitingRounds(folder).all()), "problem": ""})
 
 
-class Publishing:
+class Publishing(Duty[PublishEvent]):
     """`saved` is called on the checkpointer's thread, all other methods on the main thread."""
+
+    notice, name, done = "publish", "Publishing", "published"
 
     def __init__(
         self,
@@ -74,20 +75,15 @@ class Publishing:
         command: Callable[..., DutyProcess] = DutyProcess,
     ) -> None:
         """`is_last` says whether the run ends at a tip."""
-        self._config, self._store, self._is_last = config, store, is_last
-        self._reporter, self._counters, self._view = reporter, counters, view
-        self._folder = config.node.data_dir / FOLDER
-        self._rounds = WaitingRounds(self._folder)
-        self._events: queue.SimpleQueue[PublishEvent | str] = queue.SimpleQueue()
-        self._newest_added = ""
+        super().__init__(config.node.data_dir / FOLDER, store, reporter, PublishEvent)
+        self._config, self._counters, self._view, self._is_last = config, counters, view, is_last
         self._has_changed = False
         """Whether the number of waiting rounds may have changed since it was told."""
         self._ends_at_s = 0.0
-        self._process: DutyProcess | None = None
         if self.is_on:
             self._place = str(parse_publish_address(config.publish.to))
             reporter.publication = known_publication(config)
-            self._process = command("node.worker.publisher", self._start, self._rounds, self._on_line, self._events.put)
+            self.begin(command, "node.worker.publisher", self._start)
 
     @property
     def is_on(self) -> bool:
@@ -107,20 +103,12 @@ class Publishing:
         credit = tip.state.credit  # Ignore the claims of peers without credit.
         publishers = {row.peer_id for row in view.rows if row.publishes and row.peer_id in credit}
         rank = rank_of(tip.head, view.peer_id, publishers)
-        try:
-            is_new = self._rounds.add(self._store, tip.round, tip.digest, rank)
-        except OSError as exc:
-            logger.warning("Round %d is not published by this node, as its disk refused it: %s", tip.round, exc)
-            return
-        self._newest_added = tip.head
-        self._has_changed = True
-        if is_new and self._process is not None:
+        if self.let_wait(tip, rank):
             logger.info("Round %d is due to be published; this node is number %d in turn.", tip.round, rank + 1)
-            self._process.wake()
+            self._has_changed = True
 
     def chain_left(self) -> None:
-        """Forget the rounds that wait, because the node has left their chain."""
-        self._rounds.clear()
+        super().chain_left()
         self._has_changed = True
 
     def round_over(self, record: RoundRecord) -> None:
@@ -135,15 +123,7 @@ class Publishing:
             logger.warning("The curve could not be written to %s: %s", path, exc.strerror)
 
     def attend(self) -> None:
-        """Report what the process has done."""
-        with suppress(queue.Empty):
-            while True:
-                event = self._events.get_nowait()
-                if isinstance(event, str):
-                    self._tell_failure(f"Publishing does not work: {event}")
-                else:
-                    self._handle(event)
-                    self._has_changed = True
+        super().attend()
         if self._has_changed:
             self._has_changed = False
             self._tell(waiting=len(self._rounds.all()))
@@ -159,27 +139,18 @@ class Publishing:
             self._ends_at_s = time.monotonic() + turns * self._config.publish.turn_s
         return not waiting or time.monotonic() >= self._ends_at_s
 
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
-
     def _start(self) -> str:
         return PublisherStart(config=self._config, peer_id=self._view().peer_id).model_dump_json()
 
-    def _on_line(self, line: str) -> None:
-        try:
-            self._events.put(PublishEvent.model_validate_json(line))
-        except ValidationError:
-            self._events.put(f"its process wrote {line[:80]!r}")
-
-    def _handle(self, event: PublishEvent) -> None:
+    def handle(self, event: PublishEvent) -> None:
+        self._has_changed = True
         counts = self._counters.totals.publications
         counts[event.result] = counts.get(event.result, 0) + 1
         if event.result == "failed":
-            self._tell_failure(f"Round {event.round} is not published yet: {event.reason}")
+            self.tell_problem(f"Round {event.round} is not published yet: {event.reason}")
             return
         if event.result == "given_up":
-            self._tell_failure(f"Round {event.round} is not published by this node: {event.reason}")
+            self.tell_problem(f"Round {event.round} is not published by this node: {event.reason}")
             return
         if event.result == "superseded":
             text = (
@@ -191,8 +162,11 @@ class Publishing:
             logger.info("Round %d is published at %s as %s by %s.", event.round, self._place, event.revision, by)
             self._tell(round=event.round, revision=event.revision, at=utc_now())
             self._store_newest()
-        self._tell(problem="")
-        self._reporter.notice(NOTICE, "")
+        self.tell_problem("")
+
+    def tell_problem(self, text: str) -> None:
+        super().tell_problem(text)
+        self._tell(problem=text)
 
     def _tell(self, **fields: object) -> None:
         self._reporter.publication = self._reporter.publication.model_copy(update=fields)
@@ -204,10 +178,3 @@ class Publishing:
             write_whole(path, self._reporter.publication.model_dump_json(), forced=False)
         except OSError as exc:
             logger.warning("The newest publication could not be noted in %s: %s", path, exc.strerror)
-
-    def _tell_failure(self, text: str) -> None:
-        """Tell the owner, and log a problem once."""
-        if self._reporter.publication.problem != text:
-            logger.warning("%s", text)
-        self._tell(problem=text)
-        self._reporter.notice(NOTICE, text)

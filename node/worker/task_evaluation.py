@@ -7,7 +7,6 @@ their peer records, and not in the record of a round, which all members would ha
 from __future__ import annotations
 
 import logging
-import queue
 import statistics
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -17,19 +16,18 @@ from pydantic import ValidationError
 
 from node.config.schema import Config
 from node.host.files import write_whole
-from node.publication.waiting_rounds import WaitingRounds
 from node.status import PeerRow, TaskScore, TaskScores
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.leader_election import leader_order
 from node.swarm.member import MemberSnapshot
 from node.training.checkpoint import CheckpointStore
+from node.worker.duty import Duty
 from node.worker.duty_process import DutyProcess
 from node.worker.evaluator import FOLDER, EvaluatorEvent
 from node.worker.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
-NOTICE = "evaluate"
 SCORES_FILE = "scores.json"
 MOST_TASKS = 32
 """Limit on the names of tasks that one process shows. Those that most members state come first."""
@@ -85,8 +83,10 @@ class TaskMedians:
         )
 
 
-class TaskEvaluation:
+class TaskEvaluation(Duty[EvaluatorEvent]):
     """`saved` is called on the checkpointer's thread, all other methods on the main thread."""
+
+    notice, name, done = "evaluate", "Evaluation on tasks", "evaluated on tasks"
 
     def __init__(
         self,
@@ -98,22 +98,15 @@ class TaskEvaluation:
         *,
         command: Callable[..., DutyProcess] = DutyProcess,
     ) -> None:
-        self._config, self._cfg, self._store = config, config.evaluate, store
-        self._reporter, self._view, self._tell_peers = reporter, view, tell_peers
-        folder = config.node.data_dir / FOLDER
-        self._rounds, self._scores_file = WaitingRounds(folder), folder / SCORES_FILE
+        super().__init__(config.node.data_dir / FOLDER, store, reporter, EvaluatorEvent)
+        self._cfg, self._view, self._tell_peers = config.evaluate, view, tell_peers
+        self._scores_file = self._folder / SCORES_FILE
         self._medians = TaskMedians(config.evaluate.members)
         self._credit: Container[str] = ()
-        self._events: queue.SimpleQueue[EvaluatorEvent | str] = queue.SimpleQueue()
         self._rows: tuple[PeerRow, ...] | None = None
-        self._newest_added = ""
-        self._problem = ""
-        self._process: DutyProcess | None = None
         if self.is_on:
             self._tell_stored()
-            self._process = command(
-                "node.worker.evaluator", config.model_dump_json, self._rounds, self._on_line, self._events.put
-            )
+            self.begin(command, "node.worker.evaluator", config.model_dump_json)
 
     @property
     def is_on(self) -> bool:
@@ -128,22 +121,10 @@ class TaskEvaluation:
         if not self.is_due(tip.round) or tip.head == self._newest_added:
             return
         view = self._view()
-        self._newest_added = tip.head
         credit = tip.state.credit  # Ignore the claims of peers without credit.
         evaluators = {row.peer_id for row in view.rows if row.evaluates and row.peer_id in credit}
-        if view.peer_id not in draw(tip.digest, {view.peer_id, *evaluators}, self._cfg.members):
-            return
-        try:
-            is_new = self._rounds.add(self._store, tip.round, tip.digest, 0)
-        except OSError as exc:
-            logger.warning("Round %d is not evaluated on tasks, as the disk refused it: %s", tip.round, exc)
-            return
-        if is_new and self._process is not None:
-            self._process.wake()
-
-    def chain_left(self) -> None:
-        """Forget the rounds that wait, because the node has left their chain."""
-        self._rounds.clear()
+        if view.peer_id in draw(tip.digest, {view.peer_id, *evaluators}, self._cfg.members):
+            self.let_wait(tip, 0)
 
     def know(self, tip: Tip) -> None:
         """Note the newest state of this node's chain."""
@@ -152,32 +133,16 @@ class TaskEvaluation:
 
     def attend(self) -> None:
         """Tell the swarm what the process has found, and report the medians of all members."""
-        with suppress(queue.Empty):
-            while True:
-                event = self._events.get_nowait()
-                if isinstance(event, str):
-                    self._tell_problem(f"Evaluation on tasks does not work: {event}")
-                else:
-                    self._handle(event)
+        super().attend()
         rows = self._view().rows
         if rows is not self._rows:
             self._rows = rows
             self._reporter.set_task_scores(self._medians.of(rows, self._credit))
 
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
-
-    def _on_line(self, line: str) -> None:
-        try:
-            self._events.put(EvaluatorEvent.model_validate_json(line))
-        except ValidationError:
-            self._events.put(f"its process wrote {line[:80]!r}")
-
-    def _handle(self, event: EvaluatorEvent) -> None:
+    def handle(self, event: EvaluatorEvent) -> None:
         scores = event.scores
         if scores is None:
-            self._tell_problem(f"Round {event.round} is not evaluated on tasks: {event.reason}")
+            self.tell_problem(f"Round {event.round} is not evaluated on tasks: {event.reason}")
             return
         text = ", ".join(f"{name} {score:.4f}" for name, score in scores.scores.items())
         logger.info("Round %d is evaluated on tasks: %s.", scores.round, text)
@@ -185,7 +150,7 @@ class TaskEvaluation:
             left_out = ", ".join(sorted(event.left_out))
             logger.warning("Other nodes do not see these scores, which do not fit into the peer record: %s.", left_out)
         self._tell_peers(scores)
-        self._tell_problem("")
+        self.tell_problem("")
         try:
             write_whole(self._scores_file, scores.model_dump_json(), forced=False)
         except OSError as exc:
@@ -197,11 +162,3 @@ class TaskEvaluation:
             scores = TaskScores.model_validate_json(self._scores_file.read_bytes())
             self._medians.know(scores.round, scores.state_digest)
             self._tell_peers(scores)
-
-    def _tell_problem(self, text: str) -> None:
-        """Tell the owner, and log a problem once. An empty text withdraws it."""
-        if text and text != self._problem:
-            logger.warning("%s", text)
-        if text != self._problem:
-            self._reporter.notice(NOTICE, text)
-        self._problem = text
