@@ -332,6 +332,8 @@ def check_light(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, J
     outcome = read(proof.outcome, RoundOutcome)
     bounds = bounds.at(outcome.round)
     joins = check_outcome(outcome, bounds)
+    if len(set(proof.group)) < len(proof.group) or not proof.accepts.keys() <= set(proof.group):
+        raise PeerError("a proof names a member twice, or has a vote from outside its group")
     if len(set(proof.group)) < bounds.min_peers:
         raise PeerError("a proof is of a smaller group than the run allows")
     if 2 * len(voters(proof)) <= len(set(proof.group)):

@@ -247,11 +247,14 @@ class CheckpointStore:
         """Keep the checkpoint of this round for a while. At most MAX_PINNED are kept besides the newest."""
         self._pinned_until_s[round] = max(self._clock() + for_s, self._pinned_until_s.get(round, 0.0))
 
+    def is_pinned(self, round: int) -> bool:
+        """Whether the checkpoint of this round must be kept, if there is one. Thread-safe; reads no disk."""
+        until_s = self._pinned_until_s.get(round)
+        return until_s is not None and until_s > self._clock()
+
     def pinned(self) -> list[int]:
         """Pinned rounds that still exist, newest first. Thread-safe."""
-        now_s = self._clock()
-        pinned = {round for round, until_s in dict(self._pinned_until_s).items() if until_s > now_s}
-        return [round for round in self.rounds() if round in pinned]
+        return [round for round in self.rounds() if self.is_pinned(round)]
 
     def rounds(self) -> list[int]:
         """Rounds with a checkpoint, newest first."""

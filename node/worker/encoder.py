@@ -18,8 +18,8 @@ from node.training.algorithm import feedback_of
 
 RESIDUAL = "feedback_residual"
 """Prefix of a residual's name in a checkpoint. The number of the fragment follows."""
-MAX_PARAMETER = 1e30
-"""Largest parameter whose difference from the anchor can be encoded."""
+MAX_PARAMETER = 1e13
+"""Largest parameter that is encoded. The norm of 1e11 of them is below the largest one of a join."""
 
 OnEncoded = Callable[[Sequence[bytes], float], None]
 """Receives the encoded chunks and the L2 norm of the decoded vector."""

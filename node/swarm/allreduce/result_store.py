@@ -66,6 +66,8 @@ class ResultStore:
         """Held while a ballot is written, because a vote and a promise may be saved at the same time."""
         self._read_at_s: dict[str, float] = {}
         self._kept_rounds = KEPT_ROUNDS * fragments
+        self._is_full = False
+        """Whether the disk had no room for the newest round."""
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
         """For each head, where each chunk is in the file of results: chunk hash to (offset, size)."""
         self._votes: dict[str, str] = {}
@@ -268,6 +270,7 @@ class ResultStore:
         A write error is only logged: the round still counts, but no peer can replay it from this node.
         """
         head, sizes = proof.outcome.hash, [len(chunk) for chunk in chunks]
+        self._trim(head, self._kept_rounds if head in self._rounds else self._kept_rounds - 1)
         text = json.dumps({"sizes": sizes, "proof": proof.model_dump(mode="json")}).encode()
         try:
             self._write_chunks(head, proof.hashes, chunks)
@@ -275,14 +278,19 @@ class ResultStore:
             self._aside_path(head).unlink(missing_ok=True)
         except (OSError, QuotaError) as exc:
             self.remove(head)
+            self._is_full = True
             logger.warning(
                 "The round counts, but its result could not be stored in %s: %s. Late peers cannot fetch it from this "
                 "node. If the node crashes before the next checkpoint, it loses the round.", self._folder, _reason(exc),
             )  # fmt: skip
             return
+        self._is_full = False
         self._rounds.move_to_end(head)
-        while len(self._rounds) > self._kept_rounds:
-            self.remove(next(iter(self._rounds)))
+
+    def _trim(self, head: str, rounds: int) -> None:
+        """Remove the oldest rounds beyond so many, but not the one of this head. It makes room on a full disk."""
+        for oldest in [one for one in self._rounds if one != head][: max(0, len(self._rounds) - rounds)]:
+            self.remove(oldest)
 
     def remove(self, head: str) -> None:
         """Remove a round, its result and the vote for it. A file that cannot be removed stays until the next start."""
@@ -305,7 +313,8 @@ class ResultStore:
     def set_retention(self, newest: int, oldest_needed: int | None) -> int:
         """Keep enough rounds for a peer to replay from round `oldest_needed`. Returns the number of rounds kept."""
         needed = newest - oldest_needed + 1 if oldest_needed is not None else 0
-        kept_rounds = max(KEPT_ROUNDS * self._fragments, needed, self._in_use() + 1)
+        in_use = 0 if self._is_full else self._in_use() + 1  # Anybody may read, so a reader must not fill the disk.
+        kept_rounds = max(KEPT_ROUNDS * self._fragments, needed, in_use)
         self._kept_rounds = min(MAX_KEPT_ROUNDS * self._fragments, kept_rounds)
         return self._kept_rounds
 

@@ -49,9 +49,9 @@ def link_of(proof: Proof, outcome: RoundOutcome, tokens: int) -> Link:
 def append_link(links: Sequence[Link], link: Link) -> tuple[Link, ...]:
     """Append a link, and drop the oldest links beyond MAX_LINKS and MAX_LINKS_BYTES."""
     longer = (*links, link)[-MAX_LINKS:]
-    size_bytes = sum(len(one.text) for one in longer)
+    size_bytes = sum(len(one.text.encode()) for one in longer)
     while size_bytes > MAX_LINKS_BYTES and len(longer) > 1:
-        size_bytes -= len(longer[0].text)
+        size_bytes -= len(longer[0].text.encode())
         longer = longer[1:]
     return longer
 

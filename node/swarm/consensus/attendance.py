@@ -91,21 +91,24 @@ class Attendance:
         if reply is None:
             return "again"
         try:
-            return await self._take(attempt, target, mine, reply)
+            status, proof = self._take(attempt, target, mine, reply)
         except MALFORMED_ERRORS as exc:
             raise PeerError(f"the leader's answer has the wrong form ({type(exc).__name__})") from exc
+        if proof is not None:
+            committed_at_s = self._ctx.clock() - self._ctx.stated_age_s(reply.header)
+            await self._committer.adopt(proof, committed_at_s)
+        return status
 
-    async def _take(self, attempt: Attempt, target: str, mine: LocalContribution, reply: Message) -> str:
-        """Act on the leader's answer. Returns its status."""
+    def _take(self, attempt: Attempt, target: str, mine: LocalContribution, reply: Message) -> tuple[str, Proof | None]:
+        """Act on the leader's answer. Returns its status, and the certificate that it holds, which is to be adopted."""
         header, status = reply.header, str(reply.header.get("status"))
         attempt.waiting_reason = printable(header.get("reason"), 200)
         code = header.get("code")
         attempt.waiting_code = code if code in WAITING_CODES else ""
         blob = reply.blobs[0] if reply.blobs else b""
         if status == "ahead":
-            committed_at_s = self._ctx.clock() - self._ctx.stated_age_s(header)
-            await self._committer.adopt(parse(Proof, blob), committed_at_s)
-        elif status == "stale":
+            return status, parse(Proof, blob)
+        if status == "stale":
             if attempt.has:
                 self._ballot.accuse(target, header.get("suspect"))
             attempt.raise_failure()  # This node's own reason is better than the leader's.
@@ -116,15 +119,19 @@ class Attendance:
             attempt.support = {str(peer): (int(number), str(vote)) for peer, number, vote in header.get("support", ())}
             self._take_proposal(attempt, target, Document.model_validate_json(blob), str(header.get("hashes")))
         elif status in ("plan", "proposal"):
-            return "wait"
-        return status
+            return "wait", None
+        return status, None
 
     async def _call(self, attempt: Attempt, target: str, join: Document) -> Message | None:
-        """Make one long poll. Returns None if this node has news for the leader, or if the connection broke once."""
+        """Make one long poll. A leader that holds the join has this node's claim.
+
+        Returns None if this node has news for the leader, or if the connection broke once.
+        """
         ctx = self._ctx
         header: dict[str, Any] = {"attempt": attempt.number, "join": join.model_dump(), "has": attempt.has}
         known = self._ballot.accepted
-        claims = [known.model_dump_json().encode()] if known is not None and known.attempt < attempt.number else []
+        is_claimed = known is not None and known.attempt < attempt.number and attempt.holder != target
+        claims = [known.model_dump_json().encode()] if known is not None and is_claimed else []
         if attempt.vote is not None:
             header["vote"] = attempt.vote
         attempt.has_news.clear()

@@ -18,7 +18,7 @@ from node.swarm.allreduce.reducer import Reducer
 from node.swarm.chain.chain import Chain
 from node.swarm.consensus.group_closing import LATELY
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.messages import AcceptedOutcome, Document, Join, Plan, Proof, SavedBallot
+from node.swarm.messages import AcceptedOutcome, Document, Join, Plan, Proof, RoundOutcome, SavedBallot
 
 MAX_RAISES = 64
 """Limit on the attempts of one round that one peer may begin."""
@@ -59,6 +59,8 @@ class Attempt:
     joins: dict[str, Document] = field(default_factory=dict)
     proposals: dict[str, AcceptedOutcome] = field(default_factory=dict)
     """The outcome that each member has accepted in an earlier attempt."""
+    checked_claims: dict[tuple[str, str, int], RoundOutcome] = field(default_factory=dict)
+    """The valid outcomes among these, by document hash, chunk hashes and attempt of the vote."""
     refused_claims: dict[str, list[PeerError]] = field(default_factory=dict)
     """Why claims of each member to have accepted an outcome were refused."""
     attended_at_s: dict[str, float] = field(default_factory=dict)
@@ -144,6 +146,7 @@ class Attempt:
             if task is not None and task is not current:
                 task.cancel()
         self.joins, self.proposals, self.weights, self.reducer = {}, {}, {}, None
+        self.checked_claims = {}
 
     def raise_failure(self) -> None:
         if self.failure is not None:

@@ -310,7 +310,8 @@ class Depositary:
         if held is None:
             raise PeerError("this node has no contribution of that member", code="gone")
         numbers = [chunk for chunks in wanted.values() for chunk in chunks]
-        if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(len(held.chunks))):
+        is_valid = all(type(chunk) is int and 0 <= chunk < len(held.chunks) for chunk in numbers)
+        if not is_valid or len(set(numbers)) != len(numbers):
             raise PeerError("a request to forward names a chunk twice, or one that does not exist")
         await self._ctx.hooks.at("forward")
         if attempt.number in held.attempts or len(held.attempts) >= MOST_FORWARDS:

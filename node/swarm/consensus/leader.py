@@ -189,6 +189,11 @@ class Leader:
         if not reducers:
             why = "no member can be reached from outside: one of them must open a port, or a relay must join"
             raise RoundFailed(why, code="reducer_lost")
+        uplinks_bytes_s = [declared[peer].upload_bytes_s for peer in reducers]
+        owners = chunk_owners(len(self._ctx.layout.bounds), capacities(uplinks_bytes_s))
+        if owners:  # A reducer without a chunk would only be one more that may fail.
+            kept = sorted(set(owners))
+            reducers, owners = tuple(reducers[i] for i in kept), tuple(kept.index(owner) for owner in owners)
         amendment = self._ctx.pool.next()
         if amendment is not None and not is_feasible(amendment.amendment, list(declared.values())):
             amendment = None
@@ -198,9 +203,7 @@ class Leader:
             attempt=attempt.number,
             joins=tuple(joins),
             reducers=reducers,
-            owners=chunk_owners(
-                len(self._ctx.layout.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])
-            ),
+            owners=owners,
             amendment=amendment,
         )
         # After a crash, the next process of this node makes another plan. Members that know this one must not mix them.

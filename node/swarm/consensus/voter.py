@@ -106,7 +106,12 @@ class Voter:
             raise PeerError("a member claims to have accepted an outcome in a later attempt")
         if not accepted_by(caller, accepted.outcome.hash, accepted.attempt, accepted.vote):
             raise PeerError("a member has not voted for what it claims to have accepted", code="bad_signature")
-        outcome, _ = self._check_outcome(accepted.outcome, accepted.hashes, attempt.parent, accepted.attempt)
+        # All members that have voted for an outcome claim the same one, which has a signature of each of them.
+        key = accepted.outcome.hash, accepted.hashes, accepted.attempt
+        outcome = attempt.checked_claims.get(key)
+        if outcome is None:
+            outcome, _ = self._check_outcome(accepted.outcome, accepted.hashes, attempt.parent, accepted.attempt)
+            attempt.checked_claims[key] = outcome
         # The claim of an honest member counts, even if the leader of that attempt signed two outcomes.
         self.committer.check_equivocation(accepted.outcome, outcome)
         return accepted

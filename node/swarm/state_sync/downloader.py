@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from node.errors import PeerError, TransferFailed
 from node.host.disk_quota import Room, any_room
 from node.swarm.chain.chain import Tip
 from node.swarm.chain.fork_choice import Link
-from node.swarm.consensus.context import Rules
+from node.swarm.consensus.context import SLOWEST_BYTES_PER_S, Rules
 from node.swarm.membership.peer_table import PeerTable, while_live
 from node.swarm.state_sync.partial_download import PartialState, partial_downloads, remove_partial_downloads
 from node.swarm.state_sync.providers import AvailableState, ProviderSearch, Target
@@ -33,6 +34,8 @@ from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, Snapshot, links_of, ve
 from node.swarm.transport.wire import Message, Wire
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LEAF_TIMEOUT_S = 120.0
 """Timeout of one leaf, long enough if STREAMS requests share 2 Mbit/s. The endgame does not wait so long."""
@@ -67,6 +70,11 @@ class Downloader:
         self._room = room
         self._providers = ProviderSearch(wire, peer_table, rules, rng)
         self._banned: set[str] = set()
+        self._local_s = 0.0
+        """Seconds of work on this machine alone, for which no peer is to blame."""
+        self._is_local = False
+        self._first_parts_s = 0.0
+        """Seconds until the first parts of the newest state are here on the slowest line."""
 
     async def run_until(
         self,
@@ -79,24 +87,32 @@ class Downloader:
         """Try again and again to download a state. Raises MachineError if the disk fails.
 
         Returns None if there is no progress for `patience_s`, or if the state is no longer needed. A larger part of one
-        state than ever before is progress, so nobody can feign it by offering one state after another.
+        state than ever before is progress, so nobody can feign it by offering one state after another. On a slow line,
+        STREAMS large parts arrive at the same time, so the time for these is added. Work on this machine takes no
+        patience.
 
         Args:
             on_try: called with an empty text when a try begins, and with the reason when it fails.
         """
         clock = asyncio.get_running_loop().time
         best_ratio, progress_at_s = 0.0, clock()
+        self._local_s = self._first_parts_s = 0.0
 
         def note(ratio: float) -> None:
             nonlocal best_ratio, progress_at_s
             if ratio > best_ratio:
                 best_ratio, progress_at_s = ratio, clock()
+                self._local_s = 0.0
             on_progress(ratio)
+
+        def has_patience() -> bool:
+            waited_s = clock() - progress_at_s - self._local_s
+            return self._is_local or waited_s <= patience_s + self._first_parts_s
 
         self._providers.begin()
         logged, running = "", asyncio.create_task(self.run(target, note))
         try:
-            while is_needed() and clock() - progress_at_s <= patience_s:
+            while is_needed() and has_patience():
                 await asyncio.wait([running], timeout=CHECK_S)
                 if not running.done():
                     continue
@@ -120,11 +136,13 @@ class Downloader:
 
         Finished leaves stay in `folder` until `remove_partial_downloads`, so a later call or process can resume.
         """
-        states = await self._providers.find(target, partial_downloads(self._folder), self._banned)
+        names = await asyncio.to_thread(partial_downloads, self._folder)
+        states = await self._providers.find(target, names, self._banned)
         if not states:
             raise TransferFailed("No peer serves a state yet, or none that the others share for long enough.")
         states = states[:MAX_TRIES]
-        remove_partial_downloads(self._folder, keep=[state.snapshot.digest for state in states])
+        digests = [state.snapshot.digest for state in states]
+        await asyncio.to_thread(remove_partial_downloads, self._folder, keep=digests)
         problems = []
         for state in states:
             try:
@@ -138,13 +156,15 @@ class Downloader:
         snapshot, clock = state.snapshot, asyncio.get_running_loop().time
         partial = PartialState(self._folder, snapshot.digest, target.parameters, self._room, target.moments)
         try:
-            missing = await asyncio.to_thread(partial.open, snapshot.leaves)
+            missing = await self._locally(partial.open, snapshot.leaves)
             total, servers = len(snapshot.leaves), len(state.servers)
             logger.info(
                 "Downloading the state after round %d from %d %s; %d of its %d parts are here already.",
                 snapshot.round, servers, "peer" if servers == 1 else "peers", total - len(missing), total,
             )  # fmt: skip
             on_progress(1 - len(missing) / total)
+            first_bytes = sum(sorted(map(partial.size_of, missing), reverse=True)[:STREAMS])
+            self._first_parts_s = first_bytes / SLOWEST_BYTES_PER_S
             self._rng.shuffle(missing)
             began_at_s, missing_mb = clock(), sum(partial.size_of(index) for index in missing) / 1e6
             transfer = Transfer(self._wire, snapshot, partial, missing, self._banned, on_progress)
@@ -156,13 +176,23 @@ class Downloader:
                 "Downloaded the state after round %d: %.1f MB in %.1f s, %.2f MB/s.",
                 snapshot.round, missing_mb, took_s, missing_mb / took_s,
             )  # fmt: skip
-            tip = await asyncio.to_thread(self._read, partial, snapshot, credit, clock())
+            tip = await self._locally(self._read, partial, snapshot, credit, clock())
         finally:
             partial.close()
         if tip.digest != snapshot.digest:
             partial.remove()
             raise TransferFailed("The downloaded state on the disk is not what was written to it.")
         return replace(tip, links=await self._links_to(tip, servers_now))
+
+    async def _locally(self, work: Callable[..., T], *args: Any) -> T:
+        """Do slow work on this machine in a thread. It takes no patience (`run_until`)."""
+        clock = asyncio.get_running_loop().time
+        began_s, self._is_local = clock(), True
+        try:
+            return await asyncio.to_thread(work, *args)
+        finally:
+            self._local_s += clock() - began_s
+            self._is_local = False
 
     async def _find_servers(self, snapshot: Snapshot, known: Collection[str]) -> list[str]:
         """The peers that serve the state now, and the known servers that are live and have not said that it is gone.

@@ -21,7 +21,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.multiaddr import Multiaddr
 
 from node.errors import PeerError, SwarmError
-from node.host.memory import memory_size_bytes
+from node.host.memory import available_memory_bytes, memory_size_bytes
 from node.host.printable import printable
 from node.status import Channel
 from node.swarm.identity import Identity, load_identity
@@ -176,7 +176,7 @@ class Libp2pWire:
         """Pauses of `keep_connected` before the next dial of a peer."""
         self._half_open = HalfOpenDetector(self._clock, self._drop_soon)
         self._drops: set[asyncio.Task[None]] = set()
-        self._call_limiter = CallLimiter(BODIES_RATIO * memory_size_bytes())
+        self._call_limiter = CallLimiter(BODIES_RATIO * memory_size_bytes(), available_memory_bytes)
         self._paths: dict[str, PathHistory] = {}
         self._streams: dict[asyncio.Task[Any], str] = {}
         """The task of each incoming stream, with the peer id of its caller."""

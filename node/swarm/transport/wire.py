@@ -86,6 +86,7 @@ async def run_handler(service: Service, caller: str, message: Message, held: Exi
         held.callback(reply.release)
         return reply
     except MALFORMED_ERRORS as exc:
+        logger.debug("A handler refuses a message.", exc_info=True)
         raise PeerError(f"a message has the wrong form ({type(exc).__name__})") from exc
     except SwarmError:
         raise
@@ -236,12 +237,23 @@ def at_most(limit_bytes: int) -> CheckSize:
     return check
 
 
+LARGE_BYTES = 2**20
+"""The free memory is looked at before a body of this length is read."""
+RESERVE_BYTES = 128 * 2**20
+"""Memory that no body may use."""
+
+
 class CallLimiter:
     """Limits the concurrent calls of each caller, by verb, and the bytes of all request bodies together."""
 
-    def __init__(self, max_bodies_bytes: float = math.inf) -> None:
-        """`max_bodies_bytes`: limit on the bodies that are in memory at a time. A single body may be longer."""
-        self._max_bodies_bytes = max_bodies_bytes
+    def __init__(self, max_bodies_bytes: float = math.inf, free_bytes: Callable[[], float] = lambda: math.inf) -> None:
+        """Set the limits.
+
+        Args:
+            max_bodies_bytes: limit on the bodies that are in memory at a time. A single body may be longer.
+            free_bytes: the memory that this process may still use. A reducer keeps what it was sent after the call.
+        """
+        self._max_bodies_bytes, self._free_bytes = max_bodies_bytes, free_bytes
         self._bodies_bytes = 0
         self._running: Counter[tuple[str, str]] = Counter()
 
@@ -262,7 +274,8 @@ class CallLimiter:
 
     @contextmanager
     def _hold(self, size: int) -> Iterator[None]:
-        if self._bodies_bytes and self._bodies_bytes + size > self._max_bodies_bytes:
+        is_full = self._bodies_bytes and self._bodies_bytes + size > self._max_bodies_bytes
+        if is_full or (size >= LARGE_BYTES and self._free_bytes() < size + RESERVE_BYTES):
             raise PeerError("this node has no memory for another message now", code="busy")
         self._bodies_bytes += size
         try:
