@@ -123,15 +123,11 @@ class Attendance:
         return status, None
 
     async def _call(self, attempt: Attempt, target: str, join: Document) -> Message | None:
-        """Make one long poll. A leader that holds the join has this node's claim.
-
-        Returns None if this node has news for the leader, or if the connection broke once.
-        """
+        """Make one long poll. Returns None if this node has news for the leader, or if the connection broke once."""
         ctx = self._ctx
         header: dict[str, Any] = {"attempt": attempt.number, "join": join.model_dump(), "has": attempt.has}
         known = self._ballot.accepted
-        is_claimed = known is not None and known.attempt < attempt.number and attempt.holder != target
-        claims = [known.model_dump_json().encode()] if known is not None and is_claimed else []
+        claims = [known.model_dump_json().encode()] if known is not None and known.attempt < attempt.number else []
         if attempt.vote is not None:
             header["vote"] = attempt.vote
         attempt.has_news.clear()
