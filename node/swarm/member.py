@@ -493,7 +493,9 @@ class SwarmMember:
 
     def _invited(self, own: Sequence[str]) -> tuple[str, ...]:
         """The addresses for an invite: `own`, and those of other reachable peers."""
-        others = sorted((r for r in self.peer_table.live()[1:] if r.inbound), key=lambda r: r.peer_id)
+        # Only addresses at which this node sees a peer count, so the others' need not be parsed.
+        seen = (r for r in self.peer_table.live()[1:] if r.inbound and r.peer_id in self._seen)
+        others = sorted(seen, key=lambda r: r.peer_id)
         told = [r.model_copy(update={"addresses": addresses_of(r.peer_id, r.addresses)}) for r in others]
         addresses = choose_invite_addresses(own, told, self._seen)
         waits = is_too_early(

@@ -17,7 +17,15 @@ from node.errors import PeerError, RoundFailed
 from node.status import Channel
 from node.swarm.connectivity.reachability import listen_ports
 from node.swarm.identity import new_identity
-from node.swarm.transport.wire import MAX_HEADER_BYTES, MAX_REPLY_BYTES, CallLimiter, Message, Service
+from node.swarm.transport.wire import (
+    LARGE_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_REPLY_BYTES,
+    RESERVE_BYTES,
+    CallLimiter,
+    Message,
+    Service,
+)
 from tests.contract.harness import WAIT_S, Host, HostPool, Swarm, TcpForwarder, wait_until
 from tests.in_process import InProcessWire
 
@@ -329,6 +337,19 @@ def test_bodies_of_all_callers_together_are_limited(swarm: Swarm) -> None:
     call.result(20)
     wait_until(lambda: not server.wire._call_limiter._bodies_bytes)  # type: ignore[attr-defined]
     assert not ask(other, server.peer_id, "slow", body).blobs
+
+
+def test_large_body_is_refused_while_the_machine_has_no_memory_for_it(swarm: Swarm) -> None:
+    """A reducer keeps what it was sent after the call."""
+    caller, server = pair(swarm)
+    free_bytes = 0.0
+    server.wire._call_limiter = CallLimiter(free_bytes=lambda: free_bytes)  # type: ignore[attr-defined]
+    server.wire.serve({"bulk": Service(echo, Channel.REDUCE, 4 * LARGE_BYTES)})
+    assert ask(caller, server.peer_id, "bulk", Message(blobs=[b"small"])).blobs
+    large = Message(blobs=[bytes(LARGE_BYTES)])
+    assert refusal(caller, server.peer_id, "bulk", large) == "busy"
+    free_bytes = 2.0 * (LARGE_BYTES + RESERVE_BYTES)
+    assert ask(caller, server.peer_id, "bulk", large).blobs
 
 
 def test_request_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:

@@ -255,3 +255,11 @@ def test_a_reducer_does_not_keep_the_contributions_of_an_attempt_that_is_over(sw
         assert (await asyncio.wait_for(asking, 2.0)).header == {"arrived": []}
 
     node.host.do(ask())
+
+
+def test_a_plan_has_no_reducer_without_a_chunk(swarm: Swarm) -> None:
+    """It would only be one more that may fail."""
+    nodes = swarm.nodes(PEERS, swarm.rules(10_000, "fp16", min_peers=2, quorum_ratio=ALL))
+    plan = round_of(nodes, 0)[0].outcome.plan
+    assert len(plan.owners) < PEERS == len(plan.members)
+    assert {plan.reducers[owner] for owner in plan.owners} == set(plan.reducers)

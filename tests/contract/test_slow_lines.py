@@ -256,6 +256,8 @@ def test_only_valid_deposits_of_members_are_accepted(swarm: Swarm) -> None:
         assert refusal(member, other, Message({**key, "chunks": {other.peer_id: wrong}}), "forward") == "bad_message"
     forever = Message({**key, "wait_s": 1e9, "chunks": {other.peer_id: [0]}})
     assert refusal(member, other, forever, "forward") == "bad_message"
+    fraction = Message({**key, "chunks": {other.peer_id: [0.0]}, "wait_s": 1.0})
+    assert refusal(member, other, fraction, "forward") == "bad_message"
 
 
 def test_a_deposit_that_is_forwarded_without_chunks_does_not_exclude_its_member(open_lines: Swarm) -> None:

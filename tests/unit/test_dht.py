@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hivemind.dht.routing import DHTID
+from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
@@ -224,3 +224,16 @@ def test_an_old_copy_of_a_record_does_not_remove_the_newer_one() -> None:
     assert storage.get(key).value.get("peer").value == b"record"
     assert storage.store(key, b"newer", now + 90, subkey="peer")
     assert storage.get(key).value.get("peer").value == b"newer"
+
+
+def test_routing_table_keeps_one_id_of_each_peer_and_a_bounded_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht, "MOST_NODES", 50)
+    table = RoutingTable(DHTID.generate(), bucket_size=20, depth_modulo=5)
+    dht._limit_routing_table(table)
+    peers = [PeerID(new_identity().peer_id.encode()) for _ in range(60)]
+    for _ in range(10):
+        table.add_or_update_node(newest := DHTID.generate(), peers[0])
+    assert dict(table.uid_to_peer_id) == {newest: peers[0]}
+    for peer in peers:
+        table.add_or_update_node(DHTID.generate(), peer)
+    assert len(table.uid_to_peer_id) == 50 and table.get(peer_id=peers[0]) is not None

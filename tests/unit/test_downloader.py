@@ -31,6 +31,7 @@ from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
 from node.swarm.membership.timings import MemberTimings
 from node.swarm.messages import Proof
 from node.swarm.state_sync import downloader as downloader_module
+from node.swarm.state_sync.catch_up import PATIENCE_S
 from node.swarm.state_sync.downloader import Downloader, Transfer
 from node.swarm.state_sync.partial_download import PartialState
 from node.swarm.state_sync.providers import Target
@@ -488,6 +489,46 @@ def run_until(ratios: Sequence[float], patience_s: float, is_needed: Callable[[]
 def test_a_download_is_given_up_without_progress_for_the_given_time(ratios: list[float], least_s: float) -> None:
     tip, took_s = run_until(ratios, 10.0, lambda: True)
     assert tip is None and least_s <= took_s <= least_s + 3
+
+
+class SharedLine(InProcessWire):
+    """A wire over which all replies share a line of 2 Mbit/s."""
+
+    running = 0
+
+    async def call(self, peer_id: str, verb: str, message: Message, **options: Any) -> Message:
+        reply = await super().call(peer_id, verb, message, **options)
+        self.running += 1
+        left_bytes = float(reply.blob_bytes)
+        while left_bytes > 0:
+            await asyncio.sleep(0.5)
+            left_bytes -= 0.5 * 250_000 / self.running
+        self.running -= 1
+        return reply
+
+
+def test_a_download_over_a_slow_line_is_not_given_up_before_its_first_parts_can_be_here(tmp_path: Path) -> None:
+    """Six large parts arrive at the same time, after 100 s."""
+    tip = tip_of(random_state(3, LARGE_P), committed(PARENT, 3))
+
+    async def whole() -> Tip | None:
+        network, me = InProcessNetwork(), new_identity()
+        wire, clock = SharedLine(network, me.peer_id), asyncio.get_running_loop().time
+        record = PeerRecord(peer_id=me.peer_id, number=0, run=RUN, head=RUN)
+        peer_table = PeerTable(me, record, clock, timings=MemberTimings(settle_s=0, dead_s=1e9))
+        for _ in range(6):
+            peer = new_identity()
+            server = InProcessWire(network, peer.peer_id)
+            StateServer(server, Source(tip))
+            server.serve({"chain": Service(answer_with(Message()), Channel.STATE)})
+            claims: dict[str, Any] = {"head": tip.head, "round": 3, "state_digest": tip.digest, "swarm_tokens": 5000}
+            record = PeerRecord(peer_id=peer.peer_id, number=1, run=RUN, phase=Phase.TRAINING, **claims)
+            peer_table.merge([sign_record(peer, record)])
+        downloader = Downloader(wire, peer_table, RULES, tmp_path, random.Random(0))
+        target = Target(LARGE_P, None, frozenset(), heads=(RUN,), preferred=frozenset({tip.head}))
+        return await downloader.run_until(target, lambda _: None, lambda _: None, PATIENCE_S)
+
+    assert run_in_virtual_time(whole()) is not None
 
 
 def test_a_download_ends_when_the_state_is_no_longer_needed() -> None:

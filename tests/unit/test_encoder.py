@@ -120,6 +120,11 @@ def test_only_finite_parameters_up_to_the_allowed_maximum_are_encodable(values: 
     assert is_encodable(torch.tensor(values)) is expected
 
 
+def test_norm_of_the_largest_encodable_contribution_fits_into_a_join() -> None:
+    parameters = 1e11
+    assert 2 * MAX_PARAMETER * parameters**0.5 < 1e19
+
+
 def test_contribution_is_encoded_on_the_host_if_the_device_has_no_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
     (layout,) = layouts = layouts_for("int4")
     expected, _ = encode(Encoder(layouts, SyncConfig(codec="int4"), {}), layout, LOCAL)

@@ -15,7 +15,12 @@ from tests.event_loop import run_in_virtual_time
 
 
 def read_from(
-    feed_s: float, piece: int, size: int, monkeypatch: pytest.MonkeyPatch, mbit_s: float = 0.0
+    feed_s: float,
+    piece: int,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    mbit_s: float = 0.0,
+    longest: int = 0,
 ) -> tuple[int, float]:
     """Read a blob of `size` bytes that arrives as one `piece` every `feed_s` seconds. STALL_S is 0.5 s.
 
@@ -38,7 +43,7 @@ def read_from(
         feeding = asyncio.create_task(feed())
         try:
             limiter = RateLimiter(clock, mbit_s)
-            _, message, _ = await streams.read_message((reader, Memory()), at_most(2 * size), limiter)
+            _, message, _ = await streams.read_message((reader, Memory()), at_most(max(size, longest)), limiter)
         except TimeoutError:
             return 0, clock()
         finally:
@@ -58,6 +63,13 @@ def test_message_of_a_trickling_sender_times_out(monkeypatch: pytest.MonkeyPatch
     """The whole blob would take 80 s."""
     size, took_s = read_from(0.05, 16, 25600, monkeypatch)
     assert size == 0 and took_s == pytest.approx(0.5 + 25600 / 20_000, rel=0.1)
+
+
+def test_one_of_many_messages_that_share_a_slow_line_has_the_time_of_the_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size, took_s = read_from(0.05, 256, 25600, monkeypatch, longest=200_000)
+    assert size == 25600 and took_s > 0.5 + 25600 / 20_000
 
 
 def test_message_of_a_stalled_sender_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +126,7 @@ def test_long_headers_do_not_delay_bulk_transfers() -> None:
     assert run_in_virtual_time(flood()) < 2.0
 
 
-@pytest.mark.parametrize("text_bytes", [10, streams.SMALL_HEADER_BYTES + 1])
+@pytest.mark.parametrize("text_bytes", [10, streams.SMALL_BYTES + 1])
 def test_message_with_a_header_of_any_length_arrives(text_bytes: int) -> None:
     async def pass_on() -> None:
         clock = asyncio.get_running_loop().time
@@ -128,3 +140,36 @@ def test_message_with_a_header_of_any_length_arrives(text_bytes: int) -> None:
         assert size == received_bytes == len(writer.data)
 
     run_in_virtual_time(pass_on())
+
+
+RECORDS = Message({"ages_ds": [5] * 16}, [bytes(900)] * 16)
+"""A heartbeat with a blob for each record."""
+
+
+@pytest.mark.parametrize("is_upload", [True, False])
+def test_heartbeat_with_many_records_does_not_wait_for_bulk_under_a_rate_limit(is_upload: bool) -> None:
+    async def send_heartbeat() -> float:
+        clock = asyncio.get_running_loop().time
+        limiter, header = RateLimiter(clock, 5.0), pack_header("ok", RECORDS)
+
+        async def send_bulk() -> None:
+            for _ in range(100):
+                await limiter.acquire(streams.LIMITED_PIECE_BYTES)
+
+        bulk = [asyncio.create_task(send_bulk()) for _ in range(15)]
+        await asyncio.sleep(1.0)
+        began_s = clock()
+        if is_upload:
+            window = SendWindow(clock, PathHistory(clock))
+            await streams.write_message(Memory(), header, RECORDS.blobs, limiter, window)
+        else:
+            reader = asyncio.StreamReader()
+            reader.feed_data(len(header).to_bytes(4, "big") + header + b"".join(RECORDS.blobs))
+            await streams.read_message((reader, Memory()), at_most(2**20), limiter)
+        took_s = clock() - began_s
+        for one in bulk:
+            one.cancel()
+        await asyncio.gather(*bulk, return_exceptions=True)
+        return took_s
+
+    assert run_in_virtual_time(send_heartbeat()) < 0.5

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from ipaddress import ip_interface
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 
 from node.errors import PeerError
@@ -14,6 +16,7 @@ from node.swarm import member
 from node.swarm.identity import new_identity
 from node.swarm.transport import libp2p
 from node.swarm.transport.address_scope import LocalAddresses
+from node.swarm.transport.encrypted_stream import Handshake
 from tests.event_loop import in_loop
 
 PEERS = [new_identity().peer_id for _ in range(12)]
@@ -114,3 +117,46 @@ async def test_a_node_keeps_its_last_known_interfaces_while_they_cannot_be_read(
     )
     await member.SwarmMember._read_surroundings(node)
     assert wire.local_addresses == known
+
+
+class Pipe:
+    """A writer that feeds a reader."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._reader.feed_data(bytes(data))
+
+    async def drain(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def open_over_relay(wire: libp2p.Libp2pWire, relay: str, caller: str, hello: bytes) -> asyncio.Task[None]:
+    """A stream on which an honest relay names this caller, who then stays silent."""
+    reader, silent = asyncio.StreamReader(), asyncio.StreamReader()
+    frame = msgpack.packb([caller, hello])
+    reader.feed_data(len(frame).to_bytes(2, "big") + frame)
+    info: Any = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: relay))
+    ends: Any = (reader, Pipe(silent))
+    return asyncio.create_task(wire._on_relayed(info, *ends))
+
+
+@in_loop
+async def test_silent_circuits_of_one_caller_do_not_use_up_a_relay_for_all_others() -> None:
+    target, relay = new_identity(), new_identity().peer_id
+    unused: Any = None
+    p2p: Any = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: target.peer_id))
+    wire = libp2p.Libp2pWire(unused, target, p2p, unused, unused, unused)
+    hello = Handshake(new_identity()).hello
+    hostile = [open_over_relay(wire, relay, PEERS[0], hello) for _ in range(64)]
+    honest = open_over_relay(wire, relay, PEERS[1], hello)
+    await asyncio.sleep(0.2)
+    assert not honest.done(), "it waits for the caller's signature"
+    assert sum(not one.done() for one in hostile) == libp2p.UNPROVEN_PER_CALLER
+    for one in (*hostile, honest):
+        one.cancel()
+    await asyncio.gather(*hostile, honest, return_exceptions=True)

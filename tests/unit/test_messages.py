@@ -305,8 +305,9 @@ def test_a_proof_with_the_votes_of_a_majority_is_valid() -> None:
     [
         (proof(voters=(A, B)), "more than half"),
         (proof(voters=()), "more than half"),
-        (proof(voters=(A, B, OUTSIDER)), "more than half"),
-        (proof(voters=(A,), group=(A.peer_id,) * 3 + (B.peer_id,)), "more than half"),
+        (proof(voters=(A, B, OUTSIDER)), "outside its group"),
+        (proof(voters=(A,), group=(A.peer_id,) * 3 + (B.peer_id,)), "names a member twice"),
+        (proof(group=(*(p.peer_id for p in PEERS), A.peer_id)), "names a member twice"),
         (proof(attempt=3), "more than half"),
         (proof(accepts={p.peer_id: accept(A, sign(A, outcome()).hash, 2) for p in PEERS}), "more than half"),
         (proof(voters=(A,), group=(A.peer_id,)), "smaller group"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from node.host.disk_quota import Quota
+from node.errors import QuotaError
+from node.host.disk_quota import Quota, size_of
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.allreduce.result_store import KEPT_ROUNDS, MAX_KEPT_ROUNDS, MOST_AVERAGED, ResultCache, ResultStore
 from node.swarm.chain.chain import Chain
@@ -177,6 +179,41 @@ def test_round_that_exceeds_the_disk_quota_is_not_stored(tmp_path: Path, caplog:
     assert "The round counts" in caplog.text and "limits.disk_gb allows" in caplog.text
     assert store.get(chunk_hash(large[0])) is None and store.get(chunk_hash(old)) == old
     assert len(ResultStore(tmp_path / "cache").take_stored()) == 1
+
+
+def test_rounds_are_stored_again_when_a_full_disk_has_room_for_the_newest(tmp_path: Path) -> None:
+    """Peers that read old rounds had made the store keep many. Nobody reads them after that."""
+    limit_bytes = 24e6
+
+    @contextmanager
+    def room(size_bytes: int) -> Iterator[None]:
+        if size_of(tmp_path) + size_bytes > limit_bytes:
+            raise QuotaError("the disk is full")
+        yield
+
+    def put_large(number: int) -> bytes:
+        chunk = bytes([number]) * 1_000_000
+        kept.put(proof_of([chunk], number), [chunk])
+        return chunk
+
+    kept = ResultStore(tmp_path / "cache", room=room)
+    kept._kept_rounds = 72
+    for number in range(30):
+        put_large(number)
+    assert len(rounds_in(tmp_path / "cache")) < 30
+    kept.set_retention(29, None)
+    newest = put_large(30)
+    assert kept.get(chunk_hash(newest)) == newest and len(rounds_in(tmp_path / "cache")) <= KEPT_ROUNDS
+
+
+def test_readers_of_old_rounds_do_not_keep_them_on_a_full_disk(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "cache", clock=lambda: 0.0)
+    store._kept_rounds = 20
+    chunks = [put(store, number)[0] for number in range(20)]
+    assert store.get(chunk_hash(chunks[0])) is not None
+    assert store.set_retention(19, None) == 21
+    store._is_full = True
+    assert store.set_retention(19, None) == KEPT_ROUNDS
 
 
 def test_a_vote_and_its_chunks_survive_a_crash(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class Handlers:
             "forward": small(self._on_forward, admits=self.ctx.peer_table.is_member, per_caller=MAX_AT_ONCE),
             "collect": small(self._on_collect),
             "average": small(self._on_average, per_caller=MAX_AVERAGES),
-            "fetch": small(self._on_fetch, per_caller=MAX_FETCHES),
+            "fetch": small(self._on_fetch, per_caller=MAX_FETCHES, max_reply_bytes=bulk),
         }
 
     def _attempt_of(self, message: Message) -> Attempt:

@@ -223,7 +223,8 @@ class Discovery:
 
     async def _dial_all(self) -> None:
         self._postpone_redial()
-        named = {address: await self._with_peer_id(address) for address in self._bootstrap}
+        asked = await asyncio.gather(*map(self._with_peer_id, self._bootstrap))
+        named = dict(zip(self._bootstrap, asked, strict=True))
         by_peer = group_by_peer([*filter(None, named.values()), *await self._cache.read()])
         by_peer.pop(self._wire.peer_id, None)
         answered = await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))

@@ -14,7 +14,7 @@ from typing import Any
 
 from hivemind.dht.node import Blacklist, DHTNode
 from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.routing import DHTID
+from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
@@ -47,6 +47,8 @@ MAX_KEYS = 16
 MAX_REQUEST_BYTES = 2**20
 MAX_REPLY_BYTES = 2**21
 """Limit on a reply, in both directions. hivemind keeps a reply of 4 MiB or more in memory for ever."""
+MOST_NODES = 4000
+"""Limit on the ids in the routing table of a DHT."""
 MAX_RECORDS = 256
 """Limit on the records under one key. A reply with all of them, 4 kB each, is shorter than MAX_REPLY_BYTES."""
 MAX_LIFE_S = 300.0
@@ -231,7 +233,24 @@ async def _create_node(p2p: P2P, validator: RecordValidatorBase, **options: Any)
     node.blacklist = ConstantBlacklist()
     _drop_invalid_records(node.protocol)
     _drop_late_results(node.protocol)
+    _limit_routing_table(node.protocol.routing_table)
     return node
+
+
+def _limit_routing_table(table: RoutingTable) -> None:
+    """Keep the newest id of each peer, and at most MOST_NODES ids. A peer may name any number of ids in its calls."""
+    add = table.add_or_update_node
+
+    def add_limited(node_id: DHTID, peer_id: PeerID) -> tuple[DHTID, PeerID] | None:
+        known = table.peer_id_to_uid.get(peer_id)
+        if known is not None and known != node_id:
+            del table[known]
+        if node_id not in table.uid_to_peer_id and len(table.uid_to_peer_id) >= MOST_NODES:
+            return None
+        to_ping: tuple[DHTID, PeerID] | None = add(node_id, peer_id)
+        return to_ping
+
+    table.add_or_update_node = add_limited
 
 
 def _drop_invalid_records(protocol: DHTProtocol) -> None:

@@ -22,10 +22,12 @@ from node.swarm.transport.wire import MAX_HEADER_BYTES, STALL_S, CheckSize, Mess
 PIECE_BYTES = 256 * 1024
 LIMITED_PIECE_BYTES = 16 * 1024
 """Size of the pieces under a rate limit: so small that many streams share a slow link evenly."""
-SMALL_HEADER_BYTES = 64 * 1024
-"""A longer header counts as bulk for the rate limit. In a swarm of thousands, gossip has headers of up to 300 kB."""
+SMALL_BYTES = 64 * 1024
+"""Longer headers, and longer messages, count as bulk for the rate limit. In a swarm of thousands, gossip has headers of
+up to 300 kB."""
 MIN_BYTES_S = PIECE_BYTES / STALL_S
-"""A peer that transfers a whole message more slowly than this counts as hung."""
+"""A peer that transfers the longest body of a verb more slowly than this counts as hung. A shorter body may be one of
+many that share a slow line, so it has the same time."""
 LINGER_S = 1.0
 WINDOWED_BYTES = MIN_WINDOW_BYTES
 """Longer bodies are sent with a window."""
@@ -88,37 +90,41 @@ class _StallTimer:
         self._left_s -= self._clock() - began_s
         return result
 
-    async def pass_limit(self, limiter: RateLimiter, size: int) -> None:
-        """Wait until this node's own rate limit allows `size` bytes."""
-        if limiter.bytes_s:
+    async def pass_limit(self, limiter: RateLimiter | None, size: int) -> None:
+        """Wait until this node's own rate limit allows `size` bytes. None: they are allowed already."""
+        if limiter is not None and limiter.bytes_s:
             self._timeout.reschedule(None)
             await limiter.acquire(size)
 
 
 async def write_message(
-    writer: Writer, header: bytes, blobs: Sequence[bytes], limiter: RateLimiter, window: SendWindow
+    writer: Writer, header: bytes, blobs: Sequence[bytes], limiter: RateLimiter, window: SendWindow, longest: int = 0
 ) -> int:
     """Send a packed header and blobs. Returns the bytes sent. Raises TimeoutError if the peer reads too slowly.
 
-    The caller passes the peer's acknowledgements to `window`.
+    The caller passes the peer's acknowledgements to `window`. `longest` is the longest body of the verb in bytes.
     """
     length, blob_bytes = len(header).to_bytes(4, "big"), sum(map(len, blobs))
-    if len(header) <= SMALL_HEADER_BYTES:
-        if not limiter.try_acquire_priority(len(header)):
-            await limiter.acquire(len(header))
+    is_small = len(header) + blob_bytes <= SMALL_BYTES
+    if len(header) <= SMALL_BYTES:
+        counted = len(header) + (blob_bytes if is_small else 0)
+        if not limiter.try_acquire_priority(counted):
+            await limiter.acquire(counted)
         writer.write(length + header)
     else:
         writer.write(length)
         await _write_pieces(writer, [header], limiter, None)
-    await _write_pieces(writer, blobs, limiter, window if blob_bytes > WINDOWED_BYTES else None)
+    # A heartbeat has a blob for each record. In turns between bulk data, they would take seconds.
+    blob_limiter = None if is_small else limiter
+    await _write_pieces(writer, blobs, blob_limiter, window if blob_bytes > WINDOWED_BYTES else None, longest)
     return 4 + len(header) + blob_bytes
 
 
 async def _write_pieces(
-    writer: Writer, blobs: Sequence[bytes], limiter: RateLimiter, window: SendWindow | None
+    writer: Writer, blobs: Sequence[bytes], limiter: RateLimiter | None, window: SendWindow | None, longest: int = 0
 ) -> None:
-    most = LIMITED_PIECE_BYTES if limiter.bytes_s else PIECE_BYTES
-    async with _StallTimer(sum(map(len, blobs))) as timer:
+    most = LIMITED_PIECE_BYTES if limiter is not None and limiter.bytes_s else PIECE_BYTES
+    async with _StallTimer(max(longest, sum(map(len, blobs)))) as timer:
         for blob in blobs:
             view = memoryview(blob)
             while view:
@@ -133,7 +139,12 @@ async def _write_pieces(
 
 
 async def write_reply(
-    ends: tuple[Reader, Writer], header: bytes, blobs: Sequence[bytes], limiter: RateLimiter, window: SendWindow
+    ends: tuple[Reader, Writer],
+    header: bytes,
+    blobs: Sequence[bytes],
+    limiter: RateLimiter,
+    window: SendWindow,
+    longest: int = 0,
 ) -> int:
     """Like `write_message`, but reads the acknowledgements, which are all that the caller still sends, and awaits them.
 
@@ -148,8 +159,8 @@ async def write_reply(
 
     acknowledging = asyncio.create_task(read_acknowledgements())
     try:
-        sent_bytes = await write_message(ends[1], header, blobs, limiter, window)
-        async with _StallTimer(window.in_flight_bytes) as timer:
+        sent_bytes = await write_message(ends[1], header, blobs, limiter, window, longest)
+        async with _StallTimer(max(longest, window.in_flight_bytes)) as timer:
             while window.in_flight_bytes:
                 await timer.wait(window.progress())
         return sent_bytes
@@ -173,17 +184,27 @@ async def read_message(
     """
     reader = ends[0]
     length = await _read_length(reader, window, first_s)
-    if length <= SMALL_HEADER_BYTES:
+    longest = 0
+
+    def check(verb: str, size: int) -> int:
+        nonlocal longest
+        longest = check_size(verb, size)
+        return longest
+
+    if length <= SMALL_BYTES:
         async with _StallTimer(length) as timer:
             packed = await timer.wait(reader.readexactly(length))
-        # Headers beyond the priority share are not counted. Otherwise strangers could stop this node's bulk data.
-        limiter.try_acquire_priority(length)
     else:
         (packed,) = await _read_blobs(reader, [length], limiter, None)
-    verb, header, sizes = unpack_header(packed, check_size)
+    verb, header, sizes = unpack_header(packed, check)
+    is_small = length + sum(sizes) <= SMALL_BYTES and limiter.try_acquire_priority(length + sum(sizes))
+    if not is_small and length <= SMALL_BYTES:
+        # Headers beyond the priority share are not counted. Otherwise strangers could stop this node's bulk data.
+        limiter.try_acquire_priority(length)
     acknowledger = _Acknowledger(ends[1]) if sum(sizes) > WINDOWED_BYTES else None
     try:
-        blobs = await _read_blobs(reader, sizes, limiter, acknowledger) if sizes else []
+        blob_limiter = None if is_small else limiter
+        blobs = await _read_blobs(reader, sizes, blob_limiter, acknowledger, longest) if sizes else []
     finally:
         if acknowledger:
             acknowledger.flush()
@@ -230,15 +251,19 @@ class _Acknowledger:
 
 
 async def _read_blobs(
-    reader: Reader, sizes: Sequence[int], limiter: RateLimiter, acknowledger: _Acknowledger | None
+    reader: Reader,
+    sizes: Sequence[int],
+    limiter: RateLimiter | None,
+    acknowledger: _Acknowledger | None,
+    longest: int = 0,
 ) -> list[bytes]:
     """Read blobs no faster than the limit allows, which slows the sender down."""
     blobs = []
-    async with _StallTimer(sum(sizes)) as timer:
+    async with _StallTimer(max(longest, sum(sizes))) as timer:
         for size in sizes:
             pieces, left = [], size
             while left:
-                most = LIMITED_PIECE_BYTES if limiter.bytes_s else PIECE_BYTES
+                most = LIMITED_PIECE_BYTES if limiter is not None and limiter.bytes_s else PIECE_BYTES
                 piece = await timer.wait(reader.read(min(left, most)))
                 if not piece:
                     raise asyncio.IncompleteReadError(b"", size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from node.swarm.transport.encrypted_stream import DecryptionFailed, EncryptedStr
 from node.swarm.transport.framing import Reader, Writer, linger, read_message, write_message, write_reply
 from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.transport.rate_limiter import RateLimiter
-from node.swarm.transport.relay import Relay, accept_circuit, open_circuit
+from node.swarm.transport.relay import MAX_CIRCUITS, Relay, accept_circuit, open_circuit
 from node.swarm.transport.send_window import PathHistory, SendWindow
 from node.swarm.transport.wire import (
     MALFORMED_ERRORS,
@@ -89,6 +90,11 @@ BODIES_RATIO = 0.5
 """Limit on the request bodies of all callers, as a share of the memory of this machine or container."""
 STREAMS_PER_CALLER = 64
 """Limit on the open streams of one caller, because each stream holds a header in memory."""
+UNPROVEN_PER_CALLER = 16
+"""Limit on the circuits over one relay whose caller has not proven yet that it is the one that the relay names."""
+PEER_ID_LENGTH = 64
+MOST_STALLS = 4
+"""After so many streams on which a peer has stopped reading, its connection is closed, which frees their sockets."""
 
 
 class _Unconnected(PeerError):
@@ -180,6 +186,8 @@ class Libp2pWire:
         self._paths: dict[str, PathHistory] = {}
         self._streams: dict[asyncio.Task[Any], str] = {}
         """The task of each incoming stream, with the peer id of its caller."""
+        self._stalls: Counter[str] = Counter()
+        """The streams of each caller that have ended because it stopped reading, since its connection was closed."""
 
     # calling
 
@@ -283,7 +291,9 @@ class Libp2pWire:
         channel = service.channel if service else Channel.DHT
         # Sending runs concurrently with reading, because a peer may refuse before it has read the whole request.
         window = self._window(call.peer_id)
-        sending = asyncio.create_task(write_message(writer, call.header, call.blobs, self.upload_limiter, window))
+        longest = service.max_request_bytes if service else 0
+        request = write_message(writer, call.header, call.blobs, self.upload_limiter, window, longest)
+        sending = asyncio.create_task(request)
         try:
             limiter = self.download_limiter
             status, reply, size = await read_message(ends, at_most(call.max_reply_bytes), limiter, call.first_s, window)
@@ -379,11 +389,17 @@ class Libp2pWire:
     async def _on_relayed(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer another peer's call that a relay carries to this node."""
         relay = info.peer_id.to_base58()
-        with self._track_stream(relay, writer) as task:
-            self._check_stream_count(relay)
+        with self._track_stream(f"unproven over {relay}", writer) as task:
+
+            def admit(caller: str) -> None:
+                """Count a circuit for the caller that the relay names, as one caller could use up the whole relay."""
+                self._streams[task] = f"unproven {caller[:PEER_ID_LENGTH]} over {relay}"
+                self._check_stream_count(self._streams[task], UNPROVEN_PER_CALLER)
+
             try:
+                self._check_stream_count(self._streams[task], MAX_CIRCUITS)
                 async with asyncio.timeout(STALL_S):
-                    caller, stream = await accept_circuit(Handshake(self._identity), (reader, writer))
+                    caller, stream = await accept_circuit(Handshake(self._identity), (reader, writer), admit)
             except DecryptionFailed as exc:
                 self.traffic.reject(PeerError(str(exc), code="bad_signature"))
                 raise
@@ -405,26 +421,42 @@ class Libp2pWire:
             yield task
         except (PeerError, *DAEMON_ERRORS) as exc:
             logger.debug("A stream of peer %s broke off: %r", caller[-6:], exc)
+            if isinstance(exc, TimeoutError):  # `close` would wait until the peer reads what is left.
+                self._abort(writer, caller)
         except asyncio.CancelledError:
             logger.debug("A stream of peer %s ends because this wire is closed.", caller[-6:])
         finally:
             del self._streams[task]
             writer.close()
 
-    def _check_stream_count(self, caller: str) -> None:
-        if list(self._streams.values()).count(caller) > STREAMS_PER_CALLER:
+    def _abort(self, writer: Writer, caller: str) -> None:
+        """End a stream at once. The daemon keeps its end until the connection is closed."""
+        if isinstance(writer, asyncio.StreamWriter):
+            writer.transport.abort()
+        if " " in caller:  # It came over a relay, whose connection others use.
+            return
+        if len(self._stalls) > MOST_ADDRESSES:
+            self._stalls.clear()
+        self._stalls[caller] += 1
+        if self._stalls[caller] >= MOST_STALLS:
+            del self._stalls[caller]
+            self._drop_soon(caller)
+
+    def _check_stream_count(self, caller: str, limit: int | None = None) -> None:
+        """Raise PeerError if a caller has more than `limit` streams, or else STREAMS_PER_CALLER."""
+        if list(self._streams.values()).count(caller) > (STREAMS_PER_CALLER if limit is None else limit):
             raise PeerError("too many calls at once", code="busy")
 
     async def _answer(self, caller: str, reader: Reader, writer: Writer) -> None:
         """Answer one call of an authenticated peer."""
-        channel = Channel.DHT
+        channel, longest = Channel.DHT, 0
         with ExitStack() as held:
             try:
                 self._check_stream_count(caller)
                 limit = self._limit_call(caller, held)
                 verb, message, size = await read_message((reader, writer), limit, self.download_limiter, STALL_S)
                 service = self._services[verb]
-                channel = service.channel
+                channel, longest = service.channel, service.max_reply_bytes
                 self.traffic.received_bytes[channel] += size
                 reply = await run_handler(service, caller, message, held)
                 header, blobs = pack_header("ok", reply), reply.blobs
@@ -434,7 +466,7 @@ class Libp2pWire:
                 header, blobs = pack_header(exc.code, Message({"error": str(exc)})), ()
             # `+= await` would read the total before the wait, and lose the bytes that other streams add meanwhile.
             window = self._window(caller)
-            sent_bytes = await write_reply((reader, writer), header, blobs, self.upload_limiter, window)
+            sent_bytes = await write_reply((reader, writer), header, blobs, self.upload_limiter, window, longest)
             self.traffic.sent_bytes[channel] += sent_bytes
         await linger(reader)
 
@@ -442,10 +474,11 @@ class Libp2pWire:
         """Like `CallLimiter.limit_call`, but the caller's connection also stays open during a call with bulk data."""
         limit_call = self._call_limiter.limit_call(self._services, caller, held)
 
-        def enter(verb: str, size: int) -> None:
-            limit_call(verb, size)
+        def enter(verb: str, size: int) -> int:
+            longest = limit_call(verb, size)
             if self._services[verb].channel is not Channel.DHT:
                 held.enter_context(self._half_open.bulk(caller))
+            return longest
 
         return enter
 

@@ -97,13 +97,17 @@ async def open_circuit(target: str, handshake: Handshake, for_s: float, ends: En
     return await handshake.as_caller(target, reader, writer)
 
 
-async def accept_circuit(handshake: Handshake, ends: Ends) -> tuple[str, EncryptedStream]:
+async def accept_circuit(
+    handshake: Handshake, ends: Ends, admit: Callable[[str], None] = lambda _caller: None
+) -> tuple[str, EncryptedStream]:
     """Open the target's end of a circuit on a stream from the relay. Returns the caller's verified id and the stream.
 
+    `admit` gets the caller that the relay names, before the caller has to prove it. It raises PeerError to refuse.
     Raises PeerError, or DecryptionFailed if the other end is not the caller that the relay names.
     """
     reader, writer = ends
     caller, hello = await _read_frame(reader, str, bytes)
+    admit(caller)
     return caller, await handshake.as_target(caller, hello, reader, writer)
 
 

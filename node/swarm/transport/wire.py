@@ -71,6 +71,8 @@ class Service:
     channel: Channel
     max_request_bytes: int = MAX_HEADER_BYTES
     """Limit on the request body. A longer body is refused unread."""
+    max_reply_bytes: int = 0
+    """The longest reply, which peers on a slow line may receive in parts from many at once; 0 if there are no parts."""
     per_caller: int = MAX_CALLS_PER_CALLER
     """Limit on concurrent calls of one caller, from the header to the sent reply. Further calls are refused unread."""
     admits: Callable[[str], bool] = lambda _caller: True
@@ -223,16 +225,19 @@ class Wire(Protocol):
         """Release all resources, in bounded time. Never raises SwarmError."""
 
 
-CheckSize = Callable[[str, int], None]
-"""Called with the verb of a message and the length of its body before the body is read. Raises PeerError to refuse."""
+CheckSize = Callable[[str, int], int]
+"""Called with the verb of a message and the length of its body before the body is read. Raises PeerError to refuse.
+
+Returns the length of the longest body of this verb."""
 
 
 def at_most(limit_bytes: int) -> CheckSize:
     """Refuse longer bodies."""
 
-    def check(verb: str, size: int) -> None:
+    def check(verb: str, size: int) -> int:
         if size > limit_bytes:
             raise PeerError(f"a message {verb[:40]!r} is longer than allowed ({size} bytes)", code="bad_size")
+        return limit_bytes
 
     return check
 
@@ -263,12 +268,13 @@ class CallLimiter:
         The call counts until `held` ends.
         """
 
-        def enter(verb: str, size: int) -> None:
+        def enter(verb: str, size: int) -> int:
             if verb not in services:
                 raise PeerError(f"this node does not answer {verb[:40]!r}")
             held.enter_context(self._count(verb, services[verb], caller))
-            at_most(services[verb].max_request_bytes)(verb, size)
+            longest = at_most(services[verb].max_request_bytes)(verb, size)
             held.enter_context(self._hold(size))
+            return longest
 
         return enter
 
