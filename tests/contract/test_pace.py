@@ -13,6 +13,9 @@ from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Swarm
 
 MBIT_S = 8.0
+STREAMS = 8
+RECORDS = 16
+"""Blobs of a heartbeat: one for each record."""
 BULK = 2_000_000
 """These bytes take two seconds at MBIT_S, and 6 % more for headers."""
 
@@ -26,27 +29,28 @@ async def _echo(caller: str, message: Message) -> Message:
 def test_rate_limit_slows_bulk_calls_but_not_small_ones(swarm: Swarm, direction: str) -> None:
     sender, receiver = swarm.hosts(2)
     assert isinstance(sender.wire, Libp2pWire) and isinstance(receiver.wire, Libp2pWire)
-    receiver.wire.serve({"bulk": Service(_echo, Channel.REDUCE, max_request_bytes=2 * BULK)})
+    receiver.wire.serve({"bulk": Service(_echo, Channel.REDUCE, max_request_bytes=2 * BULK, per_caller=2 * STREAMS)})
     sender.learn(receiver.peer_id, receiver.addresses())
     limiters = {"up": sender.wire.upload_limiter, "down": receiver.wire.download_limiter}
 
     async def limit(mbit_s: float) -> None:
         limiters[direction].limit(mbit_s)
 
-    async def call(size: int) -> float:
+    async def call(size: int, blob_count: int = 4) -> float:
         began_s = time.monotonic()
-        blobs = [bytes(size // 4)] * 4 if size else []
+        blobs = [bytes(size // blob_count)] * blob_count if size else []
         reply = await sender.wire.call(receiver.peer_id, "bulk", Message(blobs=blobs), timeout_s=20)
         assert reply.header["bytes"] == size
         return time.monotonic() - began_s
 
     async def both() -> tuple[float, list[float]]:
-        bulk = asyncio.create_task(call(BULK))
-        small = []
-        while not bulk.done():
-            small.append(await call(0))
+        bulk = [asyncio.create_task(call(BULK // STREAMS)) for _ in range(STREAMS)]
+        small, began_s = [], time.monotonic()
+        while not all(one.done() for one in bulk):
+            small.append(await call(RECORDS * 900, RECORDS))
             await asyncio.sleep(0.1)
-        return await bulk, small
+        await asyncio.gather(*bulk)
+        return time.monotonic() - began_s, small
 
     sender.do(call(0))
     (sender if direction == "up" else receiver).do(limit(MBIT_S))
