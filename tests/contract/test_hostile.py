@@ -730,7 +730,7 @@ def test_a_member_that_voted_does_not_adopt_a_certificate_with_the_leaders_vote_
     votes = {victim.peer_id: propose(leader, victim, outcome, hashes.hex())}
     votes |= {leader.peer_id: accept(leader.host.identity, outcome.hash, 0)}
     weak, full = (
-        Proof(outcome=outcome, attempt=0, group=group, accepts=votes, hashes=hashes.hex())
+        Proof(outcome=outcome, attempt=0, group=group, accepts={one: votes[one] for one in group}, hashes=hashes.hex())
         for group in ((leader.peer_id,), (leader.peer_id, victim.peer_id))
     )
     with pytest.raises(PeerError) as caught:

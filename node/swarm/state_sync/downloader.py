@@ -105,14 +105,10 @@ class Downloader:
                 self._local_s = 0.0
             on_progress(ratio)
 
-        def has_patience() -> bool:
-            waited_s = clock() - progress_at_s - self._local_s
-            return self._is_local or waited_s <= patience_s + self._first_parts_s
-
         self._providers.begin()
         logged, running = "", asyncio.create_task(self.run(target, note))
         try:
-            while is_needed() and has_patience():
+            while is_needed() and self._waited_s(progress_at_s) <= patience_s:
                 await asyncio.wait([running], timeout=CHECK_S)
                 if not running.done():
                     continue
@@ -130,6 +126,11 @@ class Downloader:
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+    def _waited_s(self, since_s: float) -> float:
+        """Seconds since then, without work on this machine and the time of the first parts."""
+        elapsed_s = asyncio.get_running_loop().time() - since_s
+        return 0.0 if self._is_local else elapsed_s - self._local_s - self._first_parts_s
 
     async def run(self, target: Target, on_progress: Callable[[float], None]) -> Tip:
         """Download the best state that peers serve (`ProviderSearch.find`). Raises TransferFailed, or MachineError.
