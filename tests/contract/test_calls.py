@@ -17,6 +17,9 @@ from node.errors import PeerError, RoundFailed
 from node.status import Channel
 from node.swarm.connectivity.reachability import listen_ports
 from node.swarm.identity import new_identity
+from node.swarm.transport import framing
+from node.swarm.transport.libp2p import MOST_STALLS
+from node.swarm.transport.send_window import milliseconds
 from node.swarm.transport.wire import (
     LARGE_BYTES,
     MAX_HEADER_BYTES,
@@ -25,6 +28,7 @@ from node.swarm.transport.wire import (
     CallLimiter,
     Message,
     Service,
+    pack_header,
 )
 from tests.contract.harness import WAIT_S, Host, HostPool, Swarm, TcpForwarder, wait_until
 from tests.in_process import InProcessWire
@@ -459,3 +463,45 @@ def test_running_bulk_call_keeps_the_connection_to_a_slow_peer(swarm: Swarm) -> 
     finally:
         release.set()
     assert running.result(WAIT_S).blob_bytes == LIMIT_BYTES
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.only_over("p2p", "the local transport has no sockets")
+def test_sockets_of_a_caller_that_stops_reading_are_freed(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """p2pd never takes what is left of the reply, so a stream that is only closed would stay open."""
+    monkeypatch.setattr(framing, "STALL_S", 0.5)
+    caller, server = pair(swarm)
+    reply, read_bytes = bytes(8 * 2**20), 3 * 2**20
+
+    async def send(_caller: str, _message: Message) -> Message:
+        return Message(blobs=[reply])
+
+    async def stall() -> asyncio.StreamWriter:
+        """Call, acknowledge a part of the reply, and then read no more."""
+        reader, writer = await open_stream(caller, server)
+        header = pack_header("big", Message())
+        writer.write(len(header).to_bytes(4, "big") + header)
+        await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
+        taken = 0
+        while taken < read_bytes:
+            taken += (size := len(await reader.read(2**16)))
+            words = framing.ACKNOWLEDGEMENT_BIT + size, milliseconds(asyncio.get_running_loop().time())
+            writer.write(b"".join(word.to_bytes(4, "big") for word in words))
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        return writer
+
+    async def stall_often() -> list[asyncio.StreamWriter]:
+        return await asyncio.gather(*(stall() for _ in range(2 * MOST_STALLS)))
+
+    server.wire.serve({"big": Service(send, Channel.STATE, per_caller=2 * MOST_STALLS)})
+    assert_answers(caller, server)
+    before = open_files()
+    held = caller.do(stall_often())
+    wait_until(lambda: not server.wire._streams)  # type: ignore[attr-defined]
+    wait_until(lambda: open_files() <= before + len(held))
+    for writer in held:
+        caller.loop.call_soon_threadsafe(writer.transport.abort)
+    assert_answers(caller, server)
