@@ -669,7 +669,7 @@ def _config(call: Call) -> int:
             table: Any = running["config"]
             for word in section.split("."):
                 table = table.get(word, {})
-            # A key whose value the node hides is shown as the caller has set it, if he has.
+            # A value that the node hides is shown as this call has set it, if it has.
             if name in table and (table[name] != HIDDEN or values[key] == known_keys()[key].default):
                 values[key], origins[key] = table[name], running["origins"].get(key, origins[key])
     if (manifest := find_manifest(call.data_dir)) is not None:

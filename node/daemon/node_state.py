@@ -39,6 +39,7 @@ from node.status import (
 )
 
 WITHOUT_WORKER = (Phase.STOPPED, Phase.ERROR)
+"""Phases in which a node has no worker."""
 FRESH_S = 3.0
 """A report comes once a second. The ages in an older one are increased by its own age."""
 ROUNDS_KEPT = 200

@@ -36,7 +36,7 @@ from node.daemon.pause_policy import PausePolicy
 from node.daemon.process_meter import ProcessMeter
 from node.daemon.worker_process import WorkerExit
 from node.daemon.worker_watchdog import SupervisorTimings, WorkerWatchdog
-from node.errors import MachineError, RestartError
+from node.errors import MachineError, QuotaError, RestartError
 from node.host import gpu_power, ports
 from node.host.cgroup import memory_limit
 from node.host.logs import set_level
@@ -69,8 +69,8 @@ RUN_COMPLETE = "run_complete"
 STAYS_STOPPED = "The node stopped as asked: `resume` starts it again."
 CANNOT_WORK = (2, 3)
 """Exit codes of a worker that cannot do what its settings demand."""
-DISK_FULL = "disk_full"
-"""Code of a worker whose disk was too full to save its work (`training.checkpoint.DISK_FULL`)."""
+NO_ROOM = ("disk_full", QuotaError.code)
+"""Codes of a worker that could not save its work: the disk was full (`training.checkpoint.DISK_FULL`), or the quota."""
 MEMORY_LIMIT = "memory_limit"
 """Code of a node whose container has too little memory to start a worker."""
 NOT_BY_SETTINGS = ports.CODES | {"newer_checkpoint", MEMORY_LIMIT}
@@ -387,7 +387,7 @@ class Supervisor:
                 self._state.set_notice(self._worker_notices.pop(), None)
             self._apply_traffic_limit()
             await self._store_counters()
-        if asked and exit_.ended is not None and exit_.ended.code == DISK_FULL and self._desired == "pause":
+        if asked and exit_.ended is not None and exit_.ended.code in NO_ROOM and self._desired == "pause":
             # The pause takes place all the same.
             self._lost_work = f" What it did since its last checkpoint is lost: {exit_.ended.reason}"
             logger.warning("%s", self._lost_work.strip())

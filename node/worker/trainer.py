@@ -22,7 +22,7 @@ from node.config.manifest import RunConfig, SyncConfig
 from node.config.schema import CheckpointConfig
 from node.diloco.fragments import Ranges
 from node.diloco.schedule import is_time_up, progress, swarm_tokens_at
-from node.errors import MachineError, RoundFailed, TrainingError
+from node.errors import MachineError, QuotaError, RoundFailed, TrainingError
 from node.status import Activity, Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.ballot import LocalContribution
@@ -355,9 +355,11 @@ class Trainer:
 
     def _tell_full_disk(self, error: MachineError) -> None:
         """Tell the owner that the disk is full. Raises any other error."""
-        if error.code != DISK_FULL:
+        if error.code not in (DISK_FULL, QuotaError.code):
             raise error
         logger.warning("%s", error)
+        if error.code == QuotaError.code:  # The quota has told the owner already.
+            return
         self._reporter.notice(DISK_FULL, str(error))
 
     def _report_and_check(self) -> None:
@@ -582,7 +584,7 @@ class Trainer:
         self._wait_for_checkpoint()
         if self._checkpointer.refusal:
             what = f"The checkpoint of round {self.tip.round} is not written, and the older checkpoint is kept."
-            raise MachineError(f"{what} {self._checkpointer.refusal}", code=DISK_FULL)
+            raise QuotaError(f"{what} {self._checkpointer.refusal}")
 
     def save_if_possible(self, *, cancels: bool = True) -> None:
         """Save, or tell the owner that the disk is full. Call this where the node goes on without the checkpoint."""
