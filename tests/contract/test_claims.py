@@ -39,6 +39,46 @@ def test_a_repeated_claim_of_an_accepted_outcome_is_checked_once(swarm: Swarm) -
     assert len(second.participant.ballot._attempts[1].proposals) == 1
 
 
+def test_the_same_outcome_in_the_claims_of_many_members_is_checked_once(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a signature of each member of its plan."""
+    _, leader, first, other = _at_rest(swarm)
+    parent = leader.tip.head
+    outcome, hashes = lone_outcome(first, parent, 1.0)
+    checked: list[str] = []
+    check = Voter._check_outcome
+
+    def count(voter: Voter, document: Document, *rest: Any) -> Any:
+        checked.append(document.signer)
+        return check(voter, document, *rest)
+
+    monkeypatch.setattr(Voter, "_check_outcome", count)
+    for member in (first, other):
+        header = {"attempt": 1, "join": forged_join(member, parent, attempt=1, accepted=outcome.hash).model_dump()}
+        request = claiming(header, claim_of(member, outcome, hashes))
+        assert _call(member, leader, "attend", request).header["status"] == "wait"
+    assert checked == [first.peer_id]
+
+
+def test_a_checked_outcome_of_another_signer_is_checked_again(swarm: Swarm) -> None:
+    """Its hash does not cover the signer. A member could make another one look as if it had signed two outcomes."""
+    _, leader, hostile, framed = _at_rest(swarm)
+    parent = leader.tip.head
+    outcome, hashes = lone_outcome(hostile, parent, 1.0)
+    header = {"attempt": 1, "join": forged_join(hostile, parent, attempt=1, accepted=outcome.hash).model_dump()}
+    assert (
+        _call(hostile, leader, "attend", claiming(header, claim_of(hostile, outcome, hashes))).header["status"]
+        == "wait"
+    )
+    forged = outcome.model_copy(update={"signer": framed.peer_id})
+    header["join"] = forged_join(framed, parent, attempt=1, accepted=outcome.hash).model_dump()
+    with pytest.raises(PeerError) as caught:
+        _call(framed, leader, "attend", claiming(header, claim_of(framed, forged, hashes)))
+    assert caught.value.code == "bad_signature"
+    assert not leader.peer_table.is_evicted(framed.peer_id)
+
+
 BAD_CLAIMS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "without a vote": lambda claim: {name: claim[name] for name in ("attempt", "outcome", "hashes")},
     "an empty vote": lambda claim: claim | {"vote": ""},

@@ -59,8 +59,9 @@ class Attempt:
     joins: dict[str, Document] = field(default_factory=dict)
     proposals: dict[str, AcceptedOutcome] = field(default_factory=dict)
     """The outcome that each member has accepted in an earlier attempt."""
-    checked_claims: dict[tuple[str, str, int], RoundOutcome] = field(default_factory=dict)
-    """The valid outcomes among these, by document hash, chunk hashes and attempt of the vote."""
+    checked_claims: dict[tuple[Document, str, int], RoundOutcome] = field(default_factory=dict)
+    """Valid outcomes, by document, chunk hashes and attempt of the vote. The hash of a document does not cover its
+    signer, so it is no key."""
     refused_claims: dict[str, list[PeerError]] = field(default_factory=dict)
     """Why claims of each member to have accepted an outcome were refused."""
     attended_at_s: dict[str, float] = field(default_factory=dict)

@@ -107,7 +107,7 @@ class Voter:
         if not accepted_by(caller, accepted.outcome.hash, accepted.attempt, accepted.vote):
             raise PeerError("a member has not voted for what it claims to have accepted", code="bad_signature")
         # All members that have voted for an outcome claim the same one, which has a signature of each of them.
-        key = accepted.outcome.hash, accepted.hashes, accepted.attempt
+        key = accepted.outcome, accepted.hashes, accepted.attempt
         outcome = attempt.checked_claims.get(key)
         if outcome is None:
             outcome, _ = self._check_outcome(accepted.outcome, accepted.hashes, attempt.parent, accepted.attempt)
