@@ -152,11 +152,11 @@ async def test_silent_circuits_of_one_caller_do_not_use_up_a_relay_for_all_other
     p2p: Any = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: target.peer_id))
     wire = libp2p.Libp2pWire(unused, target, p2p, unused, unused, unused)
     hello = Handshake(new_identity()).hello
-    hostile = [open_over_relay(wire, relay, PEERS[0], hello) for _ in range(64)]
+    hostile = [open_over_relay(wire, relay, PEERS[0], hello) for _ in range(100)]
     honest = open_over_relay(wire, relay, PEERS[1], hello)
     await asyncio.sleep(0.2)
     assert not honest.done(), "it waits for the caller's signature"
-    assert sum(not one.done() for one in hostile) == libp2p.UNPROVEN_PER_CALLER
+    assert sum(not one.done() for one in hostile) == libp2p.STREAMS_PER_CALLER
     for one in (*hostile, honest):
         one.cancel()
     await asyncio.gather(*hostile, honest, return_exceptions=True)

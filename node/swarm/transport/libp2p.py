@@ -90,8 +90,6 @@ BODIES_RATIO = 0.5
 """Limit on the request bodies of all callers, as a share of the memory of this machine or container."""
 STREAMS_PER_CALLER = 64
 """Limit on the open streams of one caller, because each stream holds a header in memory."""
-UNPROVEN_PER_CALLER = 16
-"""Limit on the circuits over one relay whose caller has not proven yet that it is the one that the relay names."""
 PEER_ID_LENGTH = 64
 MOST_STALLS = 4
 """After so many streams on which a peer has stopped reading, its connection is closed, which frees their sockets."""
@@ -394,7 +392,7 @@ class Libp2pWire:
             def admit(caller: str) -> None:
                 """Count a circuit for the caller that the relay names, as one caller could use up the whole relay."""
                 self._streams[task] = f"unproven {caller[:PEER_ID_LENGTH]} over {relay}"
-                self._check_stream_count(self._streams[task], UNPROVEN_PER_CALLER)
+                self._check_stream_count(self._streams[task])
 
             try:
                 self._check_stream_count(self._streams[task], MAX_CIRCUITS)
