@@ -79,7 +79,7 @@ def test_progress_is_not_promised_if_half_of_the_living_contributors_are_hostile
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(1450, 1650, 100))
+@pytest.mark.parametrize("first", range(1450, 1550, 100))
 def test_none_of_many_simulated_seeds_violates_an_invariant(first: int) -> None:
     """`make simulate` runs thousands."""
     failed = [seed for seed in range(first, first + 100) if simulate(draw(seed))[0].violations]
