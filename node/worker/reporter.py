@@ -119,8 +119,8 @@ class Reporter:
         elif now_s - self._no_text_since_s > NO_TEXT_S:
             self.notice("no_text", f"This node has not trained for minutes. {reason}")
 
-    def has_text(self) -> None:
-        """There is text again."""
+    def leave_no_text(self) -> None:
+        """There is text again, so the notice is withdrawn."""
         if self._no_text_since_s is not None:
             self._no_text_since_s = None
             self.notice("no_text", "")

@@ -298,7 +298,7 @@ class Trainer:
         if result is None:
             self._reporter.enter_no_text(self._inner.text.problem)
             return
-        self._reporter.has_text()
+        self._reporter.leave_no_text()
         if self._reporter.state.code == "no_text":
             self.report_training()
         self._progress.steps += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -100,6 +101,12 @@ class Memory:
         """Nothing to close."""
 
 
+async def cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def test_long_headers_do_not_delay_bulk_transfers() -> None:
     """At 8 Mbit/s, the headers of 16 streams take 18 s."""
 
@@ -118,9 +125,7 @@ def test_long_headers_do_not_delay_bulk_transfers() -> None:
         began_s = clock()
         await limiter.acquire(16_000)
         took_s = clock() - began_s
-        for stranger in strangers:
-            stranger.cancel()
-        await asyncio.gather(*strangers, return_exceptions=True)
+        await cancel(strangers)
         return took_s
 
     assert run_in_virtual_time(flood()) < 2.0
@@ -167,9 +172,7 @@ def test_heartbeat_with_many_records_does_not_wait_for_bulk_under_a_rate_limit(i
             reader.feed_data(len(header).to_bytes(4, "big") + header + b"".join(RECORDS.blobs))
             await streams.read_message((reader, Memory()), at_most(2**20), limiter)
         took_s = clock() - began_s
-        for one in bulk:
-            one.cancel()
-        await asyncio.gather(*bulk, return_exceptions=True)
+        await cancel(bulk)
         return took_s
 
     assert run_in_virtual_time(send_heartbeat()) < 0.5

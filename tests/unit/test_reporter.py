@@ -70,13 +70,13 @@ def test_owner_is_told_if_there_is_no_text_for_minutes(reporter: Reporter, monke
     monkeypatch.setattr("node.worker.reporter.time.monotonic", lambda: now_s[0])
     monkeypatch.setattr(reporter, "notice", lambda _code, text, **_options: told.append(text))
     reporter.enter_no_text("The hub does not answer.")
-    reporter.has_text()
+    reporter.leave_no_text()
     assert told == [""]
     for at_s in (10.0, 20.0, 30.0 + NO_TEXT_S):
         now_s[0] = at_s
         reporter.enter_no_text("The hub does not answer.")
     assert told[1:] == ["This node has not trained for minutes. The hub does not answer. Training waits for text."]
-    reporter.has_text()
+    reporter.leave_no_text()
     assert told[2:] == [""]
 
 

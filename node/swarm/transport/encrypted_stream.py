@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from node.swarm.identity import SIGNATURE_BYTES, Identity, verify
-from node.swarm.transport.framing import Reader, Writer
+from node.swarm.transport.framing import Reader, Writer, abort
 
 KEY_BYTES = 32
 FRAME_BYTES = 64 * 1024
@@ -100,6 +100,9 @@ class EncryptedStream:
 
     def close(self) -> None:
         self._writer.close()
+
+    def abort(self) -> None:
+        abort(self._writer)
 
     async def read(self, n: int) -> bytes:
         """Read up to `n` decrypted bytes; b"" at the end of the stream."""

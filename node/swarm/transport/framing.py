@@ -61,6 +61,14 @@ class Writer(Protocol):
         """Close the stream after the queued data is sent."""
 
 
+def abort(writer: Writer) -> None:
+    """End a stream at once. `close` keeps its socket until the peer has read what is left, which may be never."""
+    if isinstance(writer, asyncio.StreamWriter):
+        writer.transport.abort()
+    else:
+        getattr(writer, "abort", writer.close)()
+
+
 class _StallTimer:
     """Bounds the time that one message waits for the other end. Waits for this node's own rate limit do not count.
 

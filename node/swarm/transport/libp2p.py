@@ -41,7 +41,7 @@ from node.swarm.transport.control import ControlClient, log_task_errors
 from node.swarm.transport.dht import DAEMON_ERRORS, Dht, attach, open_directory, open_run_dht
 from node.swarm.transport.dialing import find_listener
 from node.swarm.transport.encrypted_stream import DecryptionFailed, EncryptedStream, Handshake
-from node.swarm.transport.framing import Reader, Writer, linger, read_message, write_message, write_reply
+from node.swarm.transport.framing import Reader, Writer, abort, linger, read_message, write_message, write_reply
 from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.relay import MAX_CIRCUITS, Relay, accept_circuit, open_circuit
@@ -90,7 +90,6 @@ BODIES_RATIO = 0.5
 """Limit on the request bodies of all callers, as a share of the memory of this machine or container."""
 STREAMS_PER_CALLER = 64
 """Limit on the open streams of one caller, because each stream holds a header in memory."""
-PEER_ID_LENGTH = 64
 MOST_STALLS = 4
 """After so many streams on which a peer has stopped reading, its connection is closed, which frees their sockets."""
 
@@ -291,18 +290,22 @@ class Libp2pWire:
         window = self._window(call.peer_id)
         longest = service.max_request_bytes if service else 0
         request = write_message(writer, call.header, call.blobs, self.upload_limiter, window, longest)
-        sending = asyncio.create_task(request)
+        sending, is_sent = asyncio.create_task(request), False
         try:
             limiter = self.download_limiter
             status, reply, size = await read_message(ends, at_most(call.max_reply_bytes), limiter, call.first_s, window)
             self.traffic.received_bytes[channel] += size
             if status == "ok":
                 sent_bytes = await sending
+                is_sent = True
                 self.traffic.sent_bytes[channel] += sent_bytes
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-            writer.close()
+            if is_sent:
+                writer.close()
+            else:
+                abort(writer)
         if status != "ok":
             raise PeerError(printable(reply.header.get("error"), 300) or "refused", code=printable(status, 40))
         return reply
@@ -391,7 +394,7 @@ class Libp2pWire:
 
             def admit(caller: str) -> None:
                 """Count a circuit for the caller that the relay names, as one caller could use up the whole relay."""
-                self._streams[task] = f"unproven {caller[:PEER_ID_LENGTH]} over {relay}"
+                self._streams[task] = f"unproven {caller} over {relay}"
                 self._check_stream_count(self._streams[task])
 
             try:
@@ -406,12 +409,16 @@ class Libp2pWire:
 
     async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         caller = info.peer_id.to_base58()
-        with self._track_stream(caller, writer):
+        with self._track_stream(caller, writer, peer=caller):
             await self._answer(caller, reader, writer)
 
     @contextmanager
-    def _track_stream(self, caller: str, writer: Writer) -> Iterator[asyncio.Task[Any]]:
-        """Register the current task as an incoming stream, and log the errors that end the stream."""
+    def _track_stream(self, caller: str, writer: Writer, peer: str = "") -> Iterator[asyncio.Task[Any]]:
+        """Register the current task as an incoming stream, and log the errors that end the stream.
+
+        If `peer` often stops reading, its connection is closed. It is empty for streams over a relay, because others
+        use the relay's connection.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._streams[task] = caller
@@ -419,26 +426,25 @@ class Libp2pWire:
             yield task
         except (PeerError, *DAEMON_ERRORS) as exc:
             logger.debug("A stream of peer %s broke off: %r", caller[-6:], exc)
-            if isinstance(exc, TimeoutError):  # `close` would wait until the peer reads what is left.
-                self._abort(writer, caller)
+            if isinstance(exc, TimeoutError):
+                abort(writer)
+                self._note_stall(peer)
         except asyncio.CancelledError:
             logger.debug("A stream of peer %s ends because this wire is closed.", caller[-6:])
         finally:
             del self._streams[task]
             writer.close()
 
-    def _abort(self, writer: Writer, caller: str) -> None:
-        """End a stream at once. The daemon keeps its end until the connection is closed."""
-        if isinstance(writer, asyncio.StreamWriter):
-            writer.transport.abort()
-        if " " in caller:  # It came over a relay, whose connection others use.
+    def _note_stall(self, peer: str) -> None:
+        """Close the connection of a peer that often stops reading, which frees the daemon's ends of its streams."""
+        if not peer:
             return
         if len(self._stalls) > MOST_ADDRESSES:
             self._stalls.clear()
-        self._stalls[caller] += 1
-        if self._stalls[caller] >= MOST_STALLS:
-            del self._stalls[caller]
-            self._drop_soon(caller)
+        self._stalls[peer] += 1
+        if self._stalls[peer] >= MOST_STALLS:
+            del self._stalls[peer]
+            self._drop_soon(peer)
 
     def _check_stream_count(self, caller: str, limit: int | None = None) -> None:
         """Raise PeerError if a caller has more than `limit` streams, or else STREAMS_PER_CALLER."""

@@ -26,7 +26,7 @@ from node.errors import PeerError
 from node.host.printable import printable
 from node.status import Channel
 from node.swarm.transport.encrypted_stream import KEY_BYTES, EncryptedStream, Handshake
-from node.swarm.transport.framing import LIMITED_PIECE_BYTES, Reader, Writer, linger
+from node.swarm.transport.framing import LIMITED_PIECE_BYTES, Reader, Writer, abort, linger
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.wire import STALL_S, Traffic
 
@@ -223,6 +223,9 @@ class Relay:
             for task in (forward, back, ended):
                 task.cancel()
             await asyncio.gather(forward, back, ended, return_exceptions=True)
+            for copying, writer in ((forward, target[1]), (back, caller[1])):
+                if not copying.cancelled() and isinstance(copying.exception(), TimeoutError):
+                    abort(writer)
 
     async def _copy(self, reader: Reader, writer: Writer, circuit: _Circuit) -> None:
         copied_bytes = 0

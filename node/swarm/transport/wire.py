@@ -72,7 +72,8 @@ class Service:
     max_request_bytes: int = MAX_HEADER_BYTES
     """Limit on the request body. A longer body is refused unread."""
     max_reply_bytes: int = 0
-    """The longest reply, which peers on a slow line may receive in parts from many at once; 0 if there are no parts."""
+    """The longest reply, whose time every reply has, as peers on a slow line may receive many at once. 0: each has the
+    time of its own length."""
     per_caller: int = MAX_CALLS_PER_CALLER
     """Limit on concurrent calls of one caller, from the header to the sent reply. Further calls are refused unread."""
     admits: Callable[[str], bool] = lambda _caller: True
