@@ -505,3 +505,33 @@ def test_sockets_of_a_caller_that_stops_reading_are_freed(swarm: Swarm, monkeypa
     for writer in held:
         caller.loop.call_soon_threadsafe(writer.transport.abort)
     assert_answers(caller, server)
+
+
+@pytest.mark.only_over("p2p", "the local transport has no sockets")
+def test_sockets_of_calls_to_a_peer_that_stops_reading_are_freed(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """p2pd never takes what is left of the request, so a stream that is only closed would stay open."""
+    monkeypatch.setattr(framing, "STALL_S", 0.5)
+    caller, server = pair(swarm)
+    server.wire.serve({"bulk": Service(echo, Channel.REDUCE, 16 * 2**20, per_caller=4)})
+    calls, read_bytes, taken, resumed = 4, 12 * 2**20, 0, threading.Event()
+
+    async def stop_reading(size: int) -> None:
+        nonlocal taken
+        taken += size
+        if taken > read_bytes:
+            await asyncio.to_thread(resumed.wait, WAIT_S)
+
+    async def call_often() -> list[BaseException | Message]:
+        body = Message(blobs=[bytes(8 * 2**20)])
+        asked = (caller.wire.call(server.peer_id, "bulk", body, timeout_s=4.0) for _ in range(calls))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    server.wire.download_limiter.limit(1e4)
+    monkeypatch.setattr(server.wire.download_limiter, "acquire", stop_reading)
+    before = open_files()
+    try:
+        refused = caller.do(call_often())
+        assert [getattr(error, "code", "") for error in refused] == calls * ["timeout"]
+        wait_until(lambda: open_files() <= before + calls)  # The server's sockets are open until it reads again.
+    finally:
+        resumed.set()
