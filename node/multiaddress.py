@@ -10,13 +10,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+import base58
+
 HostType = Literal["ip4", "ip6", "dns", "dns4", "dns6"]
 HOST_TYPES = ("ip4", "ip6", "dns", "dns4", "dns6")
 FORM = "/ip4/203.0.113.7/tcp/31337"
 NAME_LENGTH_MAX = 253
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 _PORT = re.compile(r"[0-9]{1,5}")
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_BASE58 = re.compile(r"[1-9A-HJ-NP-Za-km-z]{1,64}")
 _PEER_ID_PREFIXES = ((34, bytes([0x12, 32])), (38, bytes([0, 36])))
 """Length and first bytes of a peer id's multihash. It is the SHA-256 of an RSA key, or contains an Ed25519 key."""
 
@@ -128,12 +130,5 @@ def _is_name(host: str) -> bool:
 
 
 def _is_peer_id(text: str) -> bool:
-    number = 0
-    for letter in text:
-        digit = _BASE58.find(letter)
-        if digit < 0 or len(text) > 64:
-            return False
-        number = 58 * number + digit
-    zeros = len(text) - len(text.lstrip("1"))
-    data = bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8, "big")
+    data = base58.b58decode(text) if _BASE58.fullmatch(text) else b""
     return any(len(data) == length and data.startswith(prefix) for length, prefix in _PEER_ID_PREFIXES)

@@ -6,9 +6,10 @@ The supervisor sends `Start` once, then `Adjust`, `Submit` and `Stop`. The worke
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 from pydantic_core import PydanticSerializationError
 
 from node.config.amendments import SignedAmendment
@@ -174,21 +175,8 @@ def encode(message: WorkerMessage | SupervisorMessage) -> bytes:
     try:
         text = message.model_dump_json()
     except PydanticSerializationError:  # A text quotes a file name that is not UTF-8.
-        text = str(_without_surrogates(message).model_dump_json())
-    return text.encode() + b"\n"
-
-
-def _without_surrogates(value: Any) -> Any:
-    """A copy with `?` in place of characters that UTF-8 cannot express."""
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, BaseModel):
-        return value.model_copy(
-            update={name: _without_surrogates(getattr(value, name)) for name in type(value).model_fields}
-        )
-    if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(one) for key, one in value.items()}
-    return tuple(map(_without_surrogates, value)) if isinstance(value, (tuple, list)) else value
+        text = json.dumps(message.model_dump(mode="json"), ensure_ascii=False)
+    return text.encode(errors="replace") + b"\n"
 
 
 def decode_worker_message(line: bytes) -> WorkerMessage:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from node.training.accelerator import ACCELERATORS
+from node.training.accelerator import ACCELERATORS, Accelerator
 
 needs_full_device = pytest.mark.skipif(
     os.environ.get("DILOCO_TEST_DEVICE") == "limited",
@@ -21,9 +21,7 @@ needs_full_device = pytest.mark.skipif(
 
 
 @dataclass(frozen=True)
-class LimitedDevice:
-    """Implements `accelerator.Accelerator`."""
-
+class LimitedDevice(Accelerator):
     kind: str = "cpu"
     devices: int = 1
     memory: tuple[int, int] | None = None
@@ -46,16 +44,8 @@ class LimitedDevice:
     def memory_bytes(self, device: torch.device) -> tuple[int, int] | None:
         return self.memory
 
-    def limit_memory(self, device: torch.device, ratio: float) -> None: ...
-
     def sensors(self, device: torch.device) -> dict[str, float]:
         return {}
-
-    def can_compile(self, device: torch.device) -> bool:
-        return False
-
-    def power_id(self, device: torch.device) -> str:
-        return ""
 
 
 def replace_cpu() -> None:

@@ -6,7 +6,6 @@ All label sets exist from the start, and no label carries a peer id, an address 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,15 +31,11 @@ from node.status import (
     Stage,
 )
 
-logger = logging.getLogger(__name__)
-
 STEP_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 SYNC_BUCKETS_S = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 STAGES = tuple(stage.value for stage in Stage)
 NO_RUN = "no run yet"
 """The run of a node that does not know its manifest."""
-UNSETTLED = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
-"""A worker in these phases may not have read its checkpoint yet."""
 
 Series = dict[tuple[str, str], float]
 """Totals by the counter's name (without prefix and `_total`) and the label's value (empty without a label)."""
@@ -109,36 +104,6 @@ def flatten(counters: Counters) -> Series:
     return series
 
 
-class Totals:
-    """Totals that never decrease and count nothing twice over a sequence of workers.
-
-    A worker counts from zero until it has read its checkpoint, and from the checkpoint's totals afterwards. Each
-    worker's totals are therefore rebased twice: at its first report, and at its first one after the checkpoint is read.
-    """
-
-    def __init__(self, initial: Counters) -> None:
-        """`initial`: totals before this process. Without them, Prometheus would take the first report for a rise."""
-        self._last = flatten(Counters())
-        self._base = flatten(initial)
-        self._is_based = self._is_settled = False
-
-    def worker_started(self) -> None:
-        self._is_based = self._is_settled = False
-
-    def update(self, counters: Counters, *, settled: bool) -> None:
-        """Apply a worker's totals. `settled` says whether the worker has read its checkpoint."""
-        before, reported = self.read(), flatten(counters)
-        if not self._is_based or (settled and not self._is_settled):
-            self._base = {key: max(0.0, before[key] - total) for key, total in reported.items()}
-        else:
-            for key, total in reported.items():
-                self._base[key] += max(0.0, self._last[key] - total)
-        self._last, self._is_based, self._is_settled = reported, True, self._is_settled or settled
-
-    def read(self) -> Series:
-        return {key: self._base[key] + total for key, total in self._last.items()}
-
-
 class Metrics(Collector):
     """All metrics on `/metrics`."""
 
@@ -157,7 +122,7 @@ class Metrics(Collector):
         self._view = view
         self._space, self._processes = space, processes
         self._restarts = 0
-        self._totals = Totals(known)
+        self._totals = flatten(known)
         self._last_sync_at_s = known.last_sync_at_s
         self._step = Histogram(
             "diloco_inner_step_duration_seconds",
@@ -170,34 +135,24 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def worker_started(self) -> None:
-        """Note that the next reports come from a new worker."""
-        self._totals.worker_started()
-
     def worker_crashed(self) -> None:
         """Note that a worker has ended although nobody asked it to."""
         self._restarts += 1
 
     def update(self, report: Report) -> None:
-        self._totals.update(report.counters, settled=report.state.phase not in UNSETTLED)
+        # The next worker counts from the totals of the last report, or from a checkpoint that is newer.
+        self._totals = {key: max(self._totals[key], total) for key, total in flatten(report.counters).items()}
         self._last_sync_at_s = max(self._last_sync_at_s, report.counters.last_sync_at_s)
 
     def totals(self) -> Series:
         """Return the totals of all counters over all workers."""
-        return self._totals.read()
+        return dict(self._totals)
 
     def observe(self, seconds: Mapping[str, Iterable[float]]) -> None:
         """Add durations to the histograms. The keys are `inner_step`, `sync.STAGE` and `blocked.STAGE`."""
         for key, values in seconds.items():
             kind, _, stage = key.partition(".")
-            by_stage = {"sync": self._sync, "blocked": self._blocked}.get(kind)
-            if key == "inner_step":
-                histogram = self._step
-            elif by_stage is not None and stage in STAGES:
-                histogram = by_stage.labels(stage)
-            else:
-                logger.warning("The worker reported durations for %r, which is not a histogram.", key)
-                continue
+            histogram = {"sync": self._sync, "blocked": self._blocked}[kind].labels(stage) if stage else self._step
             for value in values:
                 histogram.observe(value)
 
@@ -221,7 +176,7 @@ class Metrics(Collector):
         )
         info.add_metric((build.version, build.revision, build.torch, build.hivemind), 1.0)
         yield info
-        totals = self._totals.read()
+        totals = self._totals
         for spec in COUNTERS:
             yield _counter(
                 spec.name, spec.text, {value: totals[(spec.name, value)] for value in spec.values}, spec.label

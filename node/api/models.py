@@ -44,7 +44,7 @@ class History(Value):
 
 
 class Contribution(Value):
-    """What one peer contributed to the rounds that this node knows."""
+    """What one member has contributed, as the table of credit has it."""
 
     peer_id: str
     short_id: str

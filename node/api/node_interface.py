@@ -128,17 +128,6 @@ class Chart:
     """Values by name, which is one of SERIES. None means unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerContribution:
-    """What one peer contributed to the rounds that this node knows."""
-
-    peer_id: str
-    name: str
-    rounds: int
-    tokens: int
-    last_round: int
-
-
 class RecentWork(Value):
     """What this node did from a moment until now."""
 
@@ -238,10 +227,6 @@ class HistoryReader(Protocol):
 
     async def chart(self, names: Collection[str], since_s: float | None, points: int) -> Chart:
         """Return at most `points` steps from `since_s` (Unix time; None means an hour ago) until now."""
-        ...
-
-    async def shares(self, limit: int) -> Sequence[PeerContribution]:
-        """Return the peers with the most tokens, most first."""
         ...
 
     async def work(self, since_s: float) -> RecentWork:

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
+from node.api import models
 from node.api.errors import describe_problems
 from node.api.leaderboard import Ranking
 from node.api.node_interface import Node, View
@@ -34,6 +35,7 @@ FRESH_S = 1.0
 """The page is made again at most this often, however many people ask for it."""
 CACHED_S = 10
 """Browsers and proxies may keep the page for this long."""
+CONTRIBUTORS_MAX = 1000
 PATH = "/public/"
 
 
@@ -80,6 +82,25 @@ class PublicPage:
         own = next((line for line in self._ranking.members if peer_id and line.key == peer_id), None)
         return OwnRun(run=run, own=own, public_page=self.address)
 
+    async def contributions(self) -> models.Contributions:
+        await self.run()
+        own_id = self.node.view().status.node.peer_id
+        return models.Contributions(
+            contributions=tuple(
+                models.Contribution(
+                    peer_id=line.key,
+                    short_id=line.key[-6:],
+                    name=line.name,
+                    rounds=line.rounds,
+                    tokens=line.tokens,
+                    last_round=line.last_round,
+                    this_node=line.key == own_id,
+                )
+                for line in self._ranking.members[:CONTRIBUTORS_MAX]
+                if line.key
+            )
+        )
+
     async def html(self) -> bytes:
         await self.run()
         return self._html
@@ -102,6 +123,11 @@ def make_public_router(page: PublicPage, *, is_public: bool) -> APIRouter:
     async def own_run() -> OwnRun:
         """The run, and this node's place in its leaderboard."""
         return await page.own_run()
+
+    @router.get("/api/v1/contributions", tags=["node"])
+    async def contributions() -> models.Contributions:
+        """What members have contributed to the run: the thousand members with the most tokens."""
+        return await page.contributions()
 
     if not is_public:
         return router

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from node.api.leaderboard import KnownOwner, RankedMember, RankedOwner, RankedTeam, Ranking, rank
 from node.api.node_interface import View
-from node.config.manifest import Invite, Manifest, parse_invite, read_manifest
+from node.config.manifest import Invite, Manifest, find_manifest, parse_invite
 from node.errors import NodeError
 from node.status import MEMBER_PHASES, TRAFFIC_LIMIT, Outcome, Phase, RoundRecord, Sample, TaskScore, Value, rfc3339
 
@@ -143,8 +143,8 @@ class OwnRun(Value):
 def read_run(folder: Path) -> Manifest | None:
     """The manifest in a data folder; None if there is none yet."""
     try:
-        return read_manifest((folder / "manifest.json").read_bytes())
-    except (OSError, NodeError):
+        return find_manifest(folder)
+    except NodeError:
         return None
 
 

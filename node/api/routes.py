@@ -57,7 +57,6 @@ EVENT_INTERVAL_S = 1.0
 KEEP_ALIVE_S = 15.0
 RECONNECT_MS = 2000
 """How long a browser waits before it reconnects to the event stream."""
-CONTRIBUTORS_MAX = 1000
 GONE_CHECK_S = 1.0
 """How often a slow answer checks whether its caller still waits."""
 POINTS_MAX = 2000
@@ -200,18 +199,6 @@ def _add_history(router: APIRouter, context: ApiContext) -> None:
         chart = await context.history.chart(names, since.timestamp() if since else None, points)
         columns = {name: tuple(column) for name, column in chart.columns.items()}
         return models.History(step_s=chart.step_s, at_s=tuple(chart.at_s), series=columns)
-
-    @router.get("/api/v1/contributions", responses=unavailable, tags=["node"])
-    async def contributions() -> models.Contributions:
-        """What peers contributed to the rounds that this node knows: the thousand peers with the most tokens."""
-        own_id = context.node.view().status.node.peer_id
-        shares = await context.history.shares(CONTRIBUTORS_MAX)
-        return models.Contributions(
-            contributions=tuple(
-                models.Contribution(**asdict(share), short_id=share.peer_id[-6:], this_node=share.peer_id == own_id)
-                for share in shares
-            )
-        )
 
     @router.get("/api/v1/work", responses=unavailable, tags=["node"])
     async def work(

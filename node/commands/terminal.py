@@ -23,7 +23,7 @@ from node.commands.client import read_address
 from node.host.logs import escaped
 from node.status import AT_WORK, MEMBER_PHASES, MonthUsage, PeerRow, Phase, PublicationInfo, RunInfo, Status
 
-COLORS = {
+COLORS: dict[str, str] = {
     Phase.TRAINING: "green",
     Phase.SYNCING: "cyan",
     Phase.PAUSED: "yellow",
@@ -34,7 +34,6 @@ COLORS = {
 
 
 RUN_PAUSED = "run_paused"
-STYLES = {phase.value: style for phase, style in COLORS.items()}
 
 
 class Output:
@@ -261,7 +260,7 @@ def describe_peers(rows: Sequence[PeerRow]) -> Table:
         table.add_column(name, justify="right" if name in ("Round", "Tokens/s") else "left", no_wrap=True)
     for row in sorted(rows, key=lambda row: (-row.tokens_per_second, row.peer_id)):
         heard = "this node" if row.this_node else f"{short_duration(row.last_seen_s)} ago"
-        phase = Text(row.phase, STYLES.get(row.phase, ""))
+        phase = Text(row.phase, COLORS.get(row.phase, ""))
         cells = (str(row.round), f"{row.tokens_per_second:,.0f}", row.version, heard, row.short_id)
         table.add_row(Text(row.name or row.short_id), phase, *map(Text, cells))
     return table

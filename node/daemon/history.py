@@ -12,7 +12,7 @@ import math
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from node.api.metrics import Series
-from node.api.node_interface import Chart, HistoryUnavailable, PeerContribution, RecentWork
+from node.api.node_interface import Chart, HistoryUnavailable, RecentWork
 from node.daemon.history_database import STAGES, SUMS, HistoryDatabase, Row, is_damage, set_aside
 from node.status import Activity, Channel, Outcome, Phase, Report, RoundRecord
 
@@ -176,9 +176,6 @@ class HistoryStore:
     async def chart(self, names: Collection[str], since_s: float | None, points: int) -> Chart:
         now_s = self._clocks.wall_s()
         return await self._ask(lambda database: database.chart(names, since_s, now_s, points))
-
-    async def shares(self, limit: int) -> Sequence[PeerContribution]:
-        return await self._ask(lambda database: database.shares(limit))
 
     async def work(self, since_s: float) -> RecentWork:
         now_s, unwritten = self._clocks.wall_s(), self._sampler.open_rows(since_s)

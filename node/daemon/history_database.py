@@ -1,4 +1,4 @@
-"""The SQLite file of the history: rows in three resolutions, round records, and each peer's contributions.
+"""The SQLite file of the history: rows in three resolutions, and round records.
 
 Every row is added to all three tables at once, so old rows need no merging later; each table keeps its newest rows.
 Only one thread may use it. No other process has the file open, because the data directory is locked.
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from node.api.node_interface import SERIES, Chart, PeerContribution, RecentWork
-from node.status import Activity, Member, RoundRecord
+from node.api.node_interface import SERIES, Chart, RecentWork
+from node.status import Activity, RoundRecord
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ FILE = "history.db"
 DAMAGED = "history.damaged.db"
 VERSION = 2
 ROUNDS_KEPT = 1000
-PEERS_KEPT = 5000
-"""Anyone can create identities, so those with the fewest tokens are removed when there are more."""
 DEFAULT_SPAN_S = 3600.0
 BUSY_S = 1.0
 DAMAGE_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
@@ -158,13 +156,14 @@ class HistoryDatabase:
         )
 
     def add_round(self, record: RoundRecord) -> None:
-        """Store a record and credit its members. A round that is reported again is not credited again.
+        """Store a record. A round that is reported again is stored once, unless it was dropped in between.
 
         Failed attempts in a row at one round share one record.
         """
         with _transaction(self._db):
             if record.dropped:
-                self._revoke(record.round - record.dropped + 1, record.round)
+                dropped = (record.round - record.dropped + 1, record.round)
+                self._db.execute("UPDATE rounds SET counts = 0 WHERE round BETWEEN ? AND ?", dropped)
             counts = bool(record.head) and not record.dropped
             if counts and self._db.execute("SELECT 1 FROM rounds WHERE head = ? AND counts", (record.head,)).fetchone():
                 return
@@ -182,45 +181,6 @@ class HistoryDatabase:
                 "DELETE FROM rounds WHERE id <= (SELECT id FROM rounds ORDER BY id DESC LIMIT 1 OFFSET ?)",
                 (ROUNDS_KEPT,),
             )
-            if counts:
-                self._credit(record, 1)
-
-    def _credit(self, record: RoundRecord, sign: int) -> None:
-        self._db.executemany(
-            "INSERT INTO peers (peer_id, name, rounds, tokens, last_round) VALUES (?, ?, ?, ?, ?) "
-            "ON CONFLICT (peer_id) DO UPDATE SET rounds = max(0, rounds + excluded.rounds), "
-            "tokens = max(0, tokens + excluded.tokens), name = excluded.name, "
-            "last_round = max(last_round, excluded.last_round)",
-            [(m.peer_id, m.name, sign, sign * m.weight, record.round) for m in _included(record)],
-        )
-        if self._db.execute("SELECT count(*) FROM peers").fetchone()[0] > PEERS_KEPT:
-            self._db.execute(
-                "DELETE FROM peers WHERE peer_id NOT IN "
-                "(SELECT peer_id FROM peers ORDER BY tokens DESC, last_round DESC LIMIT ?)",
-                (PEERS_KEPT,),
-            )
-
-    def _revoke(self, first: int, last: int) -> None:
-        """Revoke the credits of rounds that this node dropped."""
-        found = self._db.execute(
-            "SELECT id, record FROM rounds WHERE counts AND round BETWEEN ? AND ?", (first, last)
-        ).fetchall()
-        records = [record for _, packed in found if (record := _unpack(packed)) is not None]
-        for record in records:
-            self._credit(record, -1)
-        self._db.executemany("UPDATE rounds SET counts = 0 WHERE id = ?", [(key,) for key, _ in found])
-        last_rounds = {member.peer_id: first - 1 for record in records for member in _included(record)}
-        sought = set(last_rounds)
-        for (packed,) in self._db.execute("SELECT record FROM rounds WHERE counts ORDER BY round DESC"):
-            if not sought:
-                break
-            if (record := _unpack(packed)) is not None:
-                here = sought & {member.peer_id for member in _included(record)}
-                last_rounds |= dict.fromkeys(here, record.round)
-                sought -= here
-        self._db.executemany(
-            "UPDATE peers SET last_round = ? WHERE peer_id = ?", [(last, peer) for peer, last in last_rounds.items()]
-        )
 
     # reading
 
@@ -228,14 +188,6 @@ class HistoryDatabase:
         """Return up to `limit` records, newest first."""
         found = self._db.execute("SELECT record FROM rounds ORDER BY id DESC LIMIT ?", (limit,))
         return [record for (packed,) in found if (record := _unpack(packed)) is not None]
-
-    def shares(self, limit: int) -> list[PeerContribution]:
-        found = self._db.execute(
-            "SELECT peer_id, name, rounds, tokens, last_round FROM peers WHERE rounds > 0 "
-            "ORDER BY tokens DESC, peer_id LIMIT ?",
-            (limit,),
-        )
-        return [PeerContribution(*row) for row in found]
 
     def work(self, since_s: float, until_s: float, unwritten: Sequence[Row] = ()) -> RecentWork:
         """See `node_interface.HistoryReader.work`. `unwritten` are rows that are not in the tables yet."""
@@ -361,10 +313,6 @@ def _create_tables(db: sqlite3.Connection) -> None:
             "head TEXT NOT NULL, counts INTEGER NOT NULL, record BLOB NOT NULL)"
         )
         db.execute("CREATE INDEX IF NOT EXISTS rounds_head ON rounds (head)")
-        db.execute(
-            "CREATE TABLE IF NOT EXISTS peers (peer_id TEXT PRIMARY KEY, name TEXT NOT NULL, "
-            "rounds INTEGER NOT NULL, tokens INTEGER NOT NULL, last_round INTEGER NOT NULL) WITHOUT ROWID"
-        )
         db.execute(f"PRAGMA user_version = {VERSION}")
 
 
@@ -385,10 +333,6 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         if db.in_transaction:
             db.execute("ROLLBACK")
         raise
-
-
-def _included(record: RoundRecord) -> list[Member]:
-    return [member for member in record.members if member.included]
 
 
 def _unpack(packed: bytes) -> RoundRecord | None:

@@ -143,11 +143,6 @@ class Feed:
         """Whether no further start can help."""
         self._process: asyncio.subprocess.Process | None = None
 
-    @property
-    def waiting(self) -> int:
-        """Number of points that are not known to be written."""
-        return len(self._points)
-
     def put(self, target: SinkTarget, point: Point) -> None:
         """Add a point. Never waits."""
         if not self._is_over:

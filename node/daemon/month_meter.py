@@ -12,9 +12,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from node.api.metrics import UNSETTLED
 from node.host.files import write_whole
-from node.status import Activity, Counters, DeviceInfo, MonthUsage, Report, Value, rfc3339
+from node.status import Activity, Counters, DeviceInfo, MonthUsage, Phase, Report, Value, rfc3339
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +24,8 @@ GAP_S = 60.0
 """If two reports are further apart, the energy between them is not counted, because the device did other things."""
 CORE_WATTS, GPU_WATTS = 8.0, 200.0
 """Estimated power of a busy core and of a busy GPU without a meter. Real machines differ by half of it."""
+UNSETTLED = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
+"""A worker in these phases may not have read its checkpoint yet."""
 WORK = (Activity.COMPUTE, Activity.EVALUATE)
 
 

@@ -372,7 +372,6 @@ class Supervisor:
             await self._worker.start(start)
         except OSError as exc:
             return WorkerExit(None, 1, fault=f"the worker could not be started ({exc.strerror})"), None
-        self.metrics.worker_started()
         self._state.worker_started()
         # The desired state or the settings may have changed during the start.
         if self._changed.is_set():

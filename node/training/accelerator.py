@@ -41,6 +41,7 @@ class Accelerator(Protocol):
 
     def missing(self) -> str:
         """If `count` is 0: what is missing and the remedy, as a clause."""
+        return ""
 
     def name(self, device: torch.device) -> str:
         """The name to show to people, such as `NVIDIA GeForce RTX 4090`."""
@@ -50,21 +51,25 @@ class Accelerator(Protocol):
 
     def memory_bytes(self, device: torch.device) -> tuple[int, int] | None:
         """The free bytes and the size of the device's own memory, or None if it shares the host's."""
+        return None
 
     def limit_memory(self, device: torch.device, ratio: float) -> None:
-        """Let this process use at most this share of the device's memory."""
+        """Let this process use at most this share of the device's own memory, if it has any."""
+        return
 
     def sensors(self, device: torch.device) -> dict[str, float]:
         """The known figures of `DeviceInfo` by name, read without claiming memory of the device."""
 
     def can_compile(self, device: torch.device) -> bool:
         """Whether `devices.compile = "auto"` compiles: it was measured to be worthwhile, and what it needs is there."""
+        return False
 
     def power_id(self, device: torch.device) -> str:
         """The device's id for `gpu_power`, or an empty string if that cannot limit its power."""
+        return ""
 
 
-class Cpu:
+class Cpu(Accelerator):
     """The processor. The load is the machine's, and the memory this process's."""
 
     kind = "cpu"
@@ -72,9 +77,6 @@ class Cpu:
 
     def count(self) -> int:
         return 1
-
-    def missing(self) -> str:
-        return ""
 
     def name(self, device: torch.device) -> str:
         with suppress(OSError):
@@ -86,12 +88,6 @@ class Cpu:
     def precisions(self, device: torch.device) -> tuple[str, ...]:
         return ("fp32", "bf16", "fp16")
 
-    def memory_bytes(self, device: torch.device) -> tuple[int, int] | None:
-        return None
-
-    def limit_memory(self, device: torch.device, ratio: float) -> None:
-        """`limits.gpu_memory_ratio` is about GPUs."""
-
     def sensors(self, device: torch.device) -> dict[str, float]:
         figures: dict[str, float] = {
             "utilization_ratio": min(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1)),
@@ -101,14 +97,8 @@ class Cpu:
         joules = processor_joules()
         return figures if joules is None else {**figures, "energy_joules": joules}
 
-    def can_compile(self, device: torch.device) -> bool:
-        return False
 
-    def power_id(self, device: torch.device) -> str:
-        return ""
-
-
-class Mps:
+class Mps(Accelerator):
     """The GPU of an Apple processor, which shares the host's memory."""
 
     kind = "mps"
@@ -128,9 +118,6 @@ class Mps:
     def precisions(self, device: torch.device) -> tuple[str, ...]:
         return ("fp32", "fp16", "bf16")
 
-    def memory_bytes(self, device: torch.device) -> tuple[int, int] | None:
-        return None
-
     def limit_memory(self, device: torch.device, ratio: float) -> None:
         torch.mps.set_per_process_memory_fraction(ratio)
 
@@ -140,14 +127,8 @@ class Mps:
             "memory_size_bytes": torch.mps.recommended_max_memory(),
         }
 
-    def can_compile(self, device: torch.device) -> bool:
-        return False
 
-    def power_id(self, device: torch.device) -> str:
-        return ""
-
-
-class Xpu:
+class Xpu(Accelerator):
     """Intel GPUs with an XPU build of torch. The package pyzes gives load, temperature and power."""
 
     kind = "xpu"
@@ -185,12 +166,6 @@ class Xpu:
             with suppress(ImportError, RuntimeError):  # No pyzes, or this user may not read the figure.
                 figures[name] = read()
         return figures
-
-    def can_compile(self, device: torch.device) -> bool:
-        return False
-
-    def power_id(self, device: torch.device) -> str:
-        return ""
 
 
 ACCELERATORS: dict[str, Accelerator] = {

@@ -83,8 +83,6 @@ class Checkpoint:
     inner_step: int = 0
     text: dict[str, Any] = field(default_factory=dict)
     """Position in the text, as `Reader.state`."""
-    contribution: dict[str, int] = field(default_factory=dict)
-    """Lifetime totals of this node, as in `status.ContributionInfo`."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """Tail of the chain of round records, oldest first."""
     extra: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from node.config.manifest import read_manifest
+from node.config.manifest import manifest_of
 from node.config.schema import Config
 from node.errors import NodeError
 from node.host.priority import serve_parent
@@ -51,7 +51,7 @@ def evaluate_waiting(config: Config, tell: Callable[[EvaluatorEvent], None]) -> 
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         checkpoint = read_outer(newest.folder)
-        manifest = read_manifest((config.node.data_dir / "manifest.json").read_bytes())
+        manifest = manifest_of(config.node.data_dir)
         tokenizer = open_tokenizer(manifest.run.data.tokenizer, config.node.text_folder, config.node.hub_cache)
         write_model_folder(manifest, checkpoint, scratch, tokenizer=tokenizer, command="")
         rounds.remove(newest)  # Now, so that a task that crashes this process does so once.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from node.config.manifest import read_manifest
+from node.config.manifest import manifest_of
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.errors import NodeError, UsageError
@@ -69,7 +69,7 @@ def make_publisher(start: PublisherStart, tell: Callable[[PublishEvent], None]) 
         from node.training.checkpoint import read_outer
         from node.training.tokenizer import open_tokenizer
 
-        manifest = read_manifest((config.node.data_dir / "manifest.json").read_bytes())
+        manifest = manifest_of(config.node.data_dir)
         with quota.room(size_of(waiting.folder)):
             write_model_folder(
                 manifest,

@@ -43,18 +43,18 @@ class RoundLog:
         rate = inner_learning_rate(run, self._session.schedule_tokens(done.tip))
         is_paused = self._session.rules.at(done.tip.state.amendments, done.outcome.round).is_paused
         names, fragments = {row.peer_id: row.name for row in view.rows}, run.sync.fragment_count
+        moved = (0, 0)
         if done.is_replayed:
-            record = make_record(
-                done, rate, view.peer_id, names, fragments, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0)
-            )
-            record = without_contributions(record) if is_paused else record
-            self._log_replayed(done, record)
-            return record
-        moved = self._bytes_since_last_round(_own_bytes(view.sent_bytes), _own_bytes(view.received_bytes))
+            blocked_s = apply_s = 0.0
+        else:
+            moved = self._bytes_since_last_round(_own_bytes(view.sent_bytes), _own_bytes(view.received_bytes))
         record = make_record(
             done, rate, view.peer_id, names, fragments, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved
         )
         record = without_contributions(record) if is_paused else record
+        if done.is_replayed:
+            self._log_replayed(done, record)
+            return record
         for stage, (total_s, stage_blocked_s) in split_by_stage(
             done.stage_s, blocked_s=blocked_s, apply_s=apply_s
         ).items():

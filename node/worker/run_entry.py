@@ -24,9 +24,9 @@ from node.config.manifest import (
     Manifest,
     ModelConfig,
     RunConfig,
+    find_manifest,
     parse_invite,
     parse_manifest,
-    read_manifest,
 )
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
@@ -195,17 +195,8 @@ class RunEntry:
 
         Raises DataFolderError if it is damaged or not that of the invite, ProtocolError if a newer version wrote it.
         """
-        try:
-            data = self._manifest_file.read_bytes()
-        except FileNotFoundError:
-            return None
-        try:
-            manifest = read_manifest(data)
-        except ManifestError as exc:
-            raise DataFolderError(
-                f"{self._manifest_file} is damaged: restore it, or start with another --data-dir."
-            ) from exc
-        if self._invite is not None and self._invite.manifest_hash != manifest.hash:
+        manifest = find_manifest(self._folder)
+        if manifest is not None and self._invite is not None and self._invite.manifest_hash != manifest.hash:
             raise DataFolderError(
                 f"The data folder {self._folder} belongs to another run ({manifest.run.name}, "
                 f"{manifest.hash[:12]}): give this invite a folder of its own with --data-dir."

@@ -558,3 +558,25 @@ def test_owner_sees_the_place_of_this_node_whatever_its_rank(node: FakeNode) -> 
     assert client(node, public=True).get("/api/v1/run").status_code == 401
     node.board.apply_report(report.model_copy(update={"peer_id": KEYS[2]}))
     assert owner.get("/api/v1/run").json()["own"] is None
+
+
+def test_contributions_are_those_of_the_table_of_credit(node: FakeNode) -> None:
+    file = node.config.node.data_dir / "credit.json"
+    line = {"tokens": 9000, "rounds": 1, "first_round": 0, "streak_round": 0, "last_round": 2}
+    table = [
+        *json.loads(file.read_text())["table"],
+        line | {"member": "", "tokens": 10_000},
+        line | {"member": "gone42x"},
+    ]
+    file.write_text(json.dumps({"evidence": {"round": 3}, "table": table}))
+    node.board.apply_report(Report(peer_id=KEYS[0]))
+    found = client(node, public=False, token=TOKEN).get("/api/v1/contributions").json()["contributions"]
+    assert found[0] == {
+        "peer_id": "gone42x", "short_id": "one42x", "name": "one42x", "rounds": 1, "tokens": 9000, "last_round": 2,
+        "this_node": False,
+    }  # fmt: skip
+    rest = [(one["peer_id"], one["tokens"], one["this_node"]) for one in found[1:]]
+    assert rest == [(key, 100 * (i + 1), i == 0) for i, key in reversed(list(enumerate(KEYS)))]
+    file.unlink()
+    empty = client(node, public=False, token=TOKEN).get("/api/v1/contributions").json()
+    assert empty == {"contributions": []}

@@ -116,7 +116,7 @@ def test_hostile_names_are_returned_as_plain_json_text(client: ClientMaker, fake
     fake_node.board.apply_report(Report(swarm=(peer_row(1, "d", name),)))
     fake_node.board.add_round(RoundRecord(round=1, outcome=Outcome.COMPLETE, head="h", members=(member,)))
     log(fake_node, name)
-    for path in ("swarm", "rounds", "contributions", "logs"):
+    for path in ("swarm", "rounds", "logs"):
         response = client().get(f"/api/v1/{path}")
         assert name in json.dumps(response.json()), path
         assert response.headers["content-type"] == "application/json"
@@ -125,15 +125,10 @@ def test_hostile_names_are_returned_as_plain_json_text(client: ClientMaker, fake
     assert (wrong.status_code, wrong.headers["content-type"]) == (422, "application/problem+json")
 
 
-def test_history_and_contributions_routes_return_what_was_recorded(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_history_routes_return_what_was_recorded(client: ClientMaker, fake_node: FakeNode) -> None:
     members = (Member(peer_id="Qm123456789", name="me", weight=5, included=True),)
     fake_node.board.apply_report(Report(peer_id="Qm123456789"))
     fake_node.board.add_round(RoundRecord(round=3, outcome=Outcome.COMPLETE, head="h", members=members))
-    contribution = {
-        "peer_id": "Qm123456789", "short_id": "456789", "name": "me", "rounds": 1, "tokens": 5, "last_round": 3,
-        "this_node": True,
-    }  # fmt: skip
-    assert get(client, "contributions") == {"contributions": [contribution]}
     found = get(client, "history?series=training_loss,%20swarm_peers&points=7")
     assert set(found["series"]) == {"training_loss", "swarm_peers"}
     assert set(get(client, "history")["series"]) == set(SERIES)

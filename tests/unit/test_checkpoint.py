@@ -39,7 +39,7 @@ def checkpoint(round: int = 12, parameters: int = P) -> Checkpoint:
         leaves=("01" * 32, "23" * 32), anchor=draw(), momentum=draw(), local=draw(),
         optimizer={"exp_avg": draw(), "step": torch.tensor([7.0]), "halves": draw().bfloat16(), "none": torch.empty(0)},
         inner_step=3, text={"round": 13, "position": 2048},
-        contribution={"tokens_total": 5}, records=[{"round": 11, "members": ["a"]}],
+        records=[{"round": 11, "members": ["a"]}],
         extra={"words": "grün", "numbers": [1, 2.5, None]},
     )  # fmt: skip
 

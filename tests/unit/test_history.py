@@ -23,7 +23,6 @@ from node.daemon.history_database import (
     COLUMNS,
     DAMAGED,
     FILE,
-    PEERS_KEPT,
     ROUNDS_KEPT,
     TIERS,
     HistoryDatabase,
@@ -117,8 +116,8 @@ def make_report(loss: float | None = None) -> Report:
     )
 
 
-def make_round(number: int, *, head: str = "", tokens: int = 10, dropped: int = 0, peers: str = "ab") -> RoundRecord:
-    members = tuple(Member(peer_id=p, name=p.upper(), weight=tokens, included=True) for p in peers)
+def make_round(number: int, *, head: str = "", dropped: int = 0, peers: str = "ab") -> RoundRecord:
+    members = tuple(Member(peer_id=p, name=p.upper(), weight=10, included=True) for p in peers)
     return RoundRecord(
         round=number,
         outcome=Outcome.SKIPPED if dropped else Outcome.COMPLETE,
@@ -313,20 +312,17 @@ def test_round_records_survive_a_restart_and_charts_show_their_mean_seconds(tmp_
     assert (found["sync_reduce"], found["sync_blocked"], found["sync_commit"]) == ([2.0], [3.0], [0.0])
 
 
-def test_shares_of_peers_count_each_round_once_and_omit_dropped_rounds(tmp_path: Path) -> None:
+def test_round_that_is_reported_again_is_stored_again_only_if_it_was_dropped(tmp_path: Path) -> None:
     database = HistoryDatabase(tmp_path)
     for number in range(5):
         database.add_round(make_round(number, head=f"x{number}"))
     database.add_round(make_round(4, head="x4"))  # After a crash the worker reports this round again.
-    assert [(s.peer_id, s.rounds, s.tokens, s.last_round) for s in database.shares(9)] == [
-        ("a", 5, 50, 4), ("b", 5, 50, 4),
-    ]  # fmt: skip
+    assert [r.round for r in database.rounds(9)] == [4, 3, 2, 1, 0]
     database.add_round(make_round(4, head="x4", dropped=2))
-    assert [(s.peer_id, s.rounds, s.last_round) for s in database.shares(9)] == [("a", 3, 2), ("b", 3, 2)]
-    database.add_round(make_round(3, head="y3", peers="bc", tokens=7))
+    database.add_round(make_round(3, head="x3"))
+    database.add_round(make_round(2, head="x2"))
     database.close()
     database = HistoryDatabase(tmp_path)
-    assert [(s.peer_id, s.rounds, s.tokens) for s in database.shares(9)] == [("b", 4, 37), ("a", 3, 30), ("c", 1, 7)]
     assert [(r.round, r.dropped) for r in database.rounds(3)] == [(3, 0), (4, 2), (4, 0)]
     database.close()
 
@@ -344,17 +340,13 @@ def test_each_table_of_the_history_keeps_its_newest_rows(tmp_path: Path, monkeyp
     assert counts[0][1] == START_S + 9990
 
 
-def test_history_keeps_a_bounded_number_of_rounds_and_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_keeps_a_bounded_number_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ROUNDS_KEPT >= 1000
     monkeypatch.setattr(history_database, "ROUNDS_KEPT", 20)
-    monkeypatch.setattr(history_database, "PEERS_KEPT", 10)
     database = HistoryDatabase(tmp_path)
     for number in range(40):
-        database.add_round(make_round(number, peers="a" + chr(1000 + number)))
-    assert len(database.rounds(PEERS_KEPT)) == 20
-    shares = database.shares(PEERS_KEPT)
-    assert len(shares) == 10
-    assert (shares[0].peer_id, shares[0].rounds) == ("a", 40)
+        database.add_round(make_round(number))
+    assert len(database.rounds(100)) == 20
     database.close()
 
 

@@ -99,7 +99,7 @@ const Contributions = ({ contributions }: { contributions: Signal<Contribution[]
     id={(one) => one.peer_id}
     first={{ column: "tokens", descending: true }}
     rowClass={(one) => (one.this_node ? "marked" : undefined)}
-    empty="No round yet."
+    empty="The first credits appear after two rounds."
   />
 );
 
