@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from node.status import Channel, Counters, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, utc_now
+from node.status import Channel, Counters, Outcome, Phase, PhaseState, Report, RoundRecord, RunInfo, utc_now
 from node.worker_protocol import (
     Adjust,
     Beat,
@@ -36,6 +36,7 @@ from node.worker_protocol import (
     decode_supervisor_message,
     encode,
 )
+from tests.peer_row import peer_row
 
 PR_SET_PDEATHSIG = 1
 BEAT_S = 0.1
@@ -101,15 +102,11 @@ class FakeWorker:
     def _report(self) -> Report:
         mode = self._start.mode
         phase = Phase.PAUSED if mode == "pause" else Phase.TRAINING
-        peer = PeerRow(
-            peer_id="fake-other", short_id="other", name="", phase="training", round=1, tokens_per_second=1.0,
-            transport="direct", version="0", state_digest="", last_seen_s=0.5,
-        )  # fmt: skip
         return Report(
             state=PhaseState(phase=phase, code=mode, reason=f"Fake {mode}.", since="2026-01-01T00:00:00Z"),
             peer_id=f"fake-{os.getpid()}",
             run=RunInfo(round=self._round),
-            swarm=(peer,),
+            swarm=(peer_row("fake-other", version="0", last_seen_s=0.5),),
             counters=Counters(
                 inner_steps=self._earlier_steps + self._round + 1,
                 network_sent_bytes={Channel.REDUCE: self._earlier_bytes + ROUND_BYTES * (self._round + 1)},

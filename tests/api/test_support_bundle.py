@@ -17,8 +17,9 @@ from node.api.redaction import Redactor
 from node.api.support_bundle import BundleSource, make_bundle
 from node.config.manifest import Invite
 from node.config.schema import Config
-from node.status import Outcome, PeerRow, Report, RoundRecord, RunInfo
+from node.status import Outcome, Report, RoundRecord, RunInfo
 from tests.api.conftest import BASE, BUILD, TOKEN, FakeNode, make_app
+from tests.peer_row import peer_row
 
 INVITE = str(Invite("ab" * 32, ("/ip4/203.0.113.7/tcp/31337/p2p/QmPeer",)))
 SECRETS = [
@@ -29,13 +30,11 @@ SECRETS = [
 
 def plant_secrets(node: FakeNode, folder: Path) -> None:
     """Put each secret into every place of a node where it can occur."""
-    row = PeerRow(
-        peer_id="QmPeer", short_id="QmPeer", name="Ada", phase="training", round=1, tokens_per_second=1.0,
-        transport="direct", version="1", state_digest="", last_seen_s=0.0,
-    )  # fmt: skip
     reason = "my.home.example:31337, nas:31338"
     node.board.set_phase(None)
-    node.board.apply_report(Report(run=RunInfo(invite=INVITE), swarm=(row,), reachability_reason=reason))
+    node.board.apply_report(
+        Report(run=RunInfo(invite=INVITE), swarm=(peer_row("QmPeer", name="Ada"),), reachability_reason=reason)
+    )
     node.board.add_round(RoundRecord(round=1, outcome=Outcome.COMPLETE, reason="[2001:db8::7]:1 was late"))
     lines = [
         f"Authorization: Bearer {TOKEN}", f"http://127.0.0.1:8080/#token={TOKEN}", f"joined by {INVITE}",

@@ -28,7 +28,7 @@ from node.errors import MachineError
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import end_all_on_sigterm
 from tests.homes.home import Home
-from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
+from tests.homes.nodes import START_S, Pace, found, included, join
 from tests.homes.world import World, why_not, world
 from tests.swarm.harness import Node, Swarm
 
@@ -87,7 +87,7 @@ def run(scenario: str, folder: Path, rounds: int, pace: Pace, count: int) -> Fou
     """Run a scenario. Raises AssertionError if a home does not join or no round is committed in time."""
     with world(HOMES[:count]) as homes, Swarm(folder) as swarm:
         nodes = start(swarm, homes, pace)
-        names = {peer_id(node): home.name for node, home in zip(nodes, homes, strict=True)}
+        names = {node.peer_id(): home.name for node, home in zip(nodes, homes, strict=True)}
         witness = nodes[1]
         first = witness.status()["run"]["round"] + 1 + GETTING_IN
         for number in range(first, first + rounds):

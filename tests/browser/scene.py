@@ -44,6 +44,7 @@ from node.status import (
 )
 from tests.api.conftest import TOKEN, FakeNode, make_app
 from tests.browser.harness import Dashboard
+from tests.peer_row import peer_row
 from tests.swarm.harness import Node
 
 NAMES = ("shed", "attic", "garage", "cellar")
@@ -72,10 +73,10 @@ MONTH = MonthUsage(
 
 
 def peer(name: str, phase: str = "training") -> PeerRow:
-    return PeerRow(
-        peer_id=KEYS[name], short_id=KEYS[name][-6:], name=name, phase=phase, round=NEWEST, tokens_per_second=2400.0,
-        transport="relay" if name == "garage" else "direct", version="0.1.0", state_digest=DIGEST, last_seen_s=0.6,
-        this_node=name == "shed", compute_utilization_ratio=0.97,
+    return peer_row(
+        KEYS[name], name=name, phase=phase, round=NEWEST, tokens_per_second=2400.0, version="0.1.0", last_seen_s=0.6,
+        transport="relay" if name == "garage" else "direct", state_digest=DIGEST, this_node=name == "shed",
+        compute_utilization_ratio=0.97,
     )  # fmt: skip
 
 

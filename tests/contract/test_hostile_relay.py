@@ -18,13 +18,13 @@ from tests.contract.harness import Host, Swarm, wait_until
 from tests.contract.test_calls import ask, assert_answers
 from tests.contract.test_relayed import RelayedPair
 
+pytestmark = pytest.mark.only_over("p2p", "the local transport hands messages over within the process")
+
 Ends = tuple[Reader, Writer]
 
 
 @pytest.fixture
 def pair(swarm: Swarm) -> RelayedPair:
-    if swarm.transport == "local":
-        pytest.skip("the local transport hands messages over within the process")
     return RelayedPair(swarm)
 
 

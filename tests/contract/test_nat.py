@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,13 +17,9 @@ from tests.contract.harness import WAIT_S, Host, Node, Swarm, assert_same, offer
 PARAMETERS = 20_000
 
 
-@pytest.fixture
-def ether_swarm(swarm: Swarm) -> Iterator[Swarm]:
-    if swarm.transport == "p2p":
-        pytest.skip("only the local transport can take a port away; see tests/swarm/test_namespaces.py")
-    yield swarm
-    for host in swarm._hosts:
-        swarm.hub.hide(host.peer_id, hidden=False)
+only_locally = pytest.mark.only_over(
+    "local", "only the local transport can take a port away; see tests/swarm/test_namespaces.py"
+)
 
 
 def close_port(swarm: Swarm, nodes: Sequence[Node]) -> None:
@@ -48,11 +44,12 @@ def wait_known(nodes: Sequence[Node], hidden: Sequence[Node]) -> None:
     wait_until(known, WAIT_S)
 
 
+@only_locally
 @pytest.mark.parametrize(("direct", "hidden"), [(1, 1), (2, 2), (1, 3)])
-def test_members_behind_nat_contribute_but_do_not_reduce(ether_swarm: Swarm, direct: int, hidden: int) -> None:
-    nodes = ether_swarm.nodes(direct + hidden, ether_swarm.rules(PARAMETERS, "fp16", min_peers=2))
+def test_members_behind_nat_contribute_but_do_not_reduce(swarm: Swarm, direct: int, hidden: int) -> None:
+    nodes = swarm.nodes(direct + hidden, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     closed = nodes[:hidden]  # The first of them would lead the first round.
-    close_port(ether_swarm, closed)
+    close_port(swarm, closed)
     wait_known(nodes, closed)
     for number in range(3):
         done = round_of(nodes, number)
@@ -61,10 +58,11 @@ def test_members_behind_nat_contribute_but_do_not_reduce(ether_swarm: Swarm, dir
     assert not any(node.failures for node in nodes)
 
 
-def test_bytes_that_a_reducer_sends_follow_from_the_number_of_reducers(ether_swarm: Swarm) -> None:
+@only_locally
+def test_bytes_that_a_reducer_sends_follow_from_the_number_of_reducers(swarm: Swarm) -> None:
     """Four of 16 members reduce. Each sends 3/4 of its contribution, and 1/4 of the mean to 15 others: 4.5 payloads."""
-    nodes = ether_swarm.nodes(16, ether_swarm.rules(60 * PARAMETERS, "fp32", min_peers=16))
-    close_port(ether_swarm, nodes[4:])
+    nodes = swarm.nodes(16, swarm.rules(60 * PARAMETERS, "fp32", min_peers=16))
+    close_port(swarm, nodes[4:])
     wait_known(nodes, nodes[4:])
     round_of(nodes, 0)
     before = [node.host.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes[:4]]

@@ -11,6 +11,7 @@ from node.errors import PeerError
 from node.status import Channel, Phase
 from node.swarm.transport.wire import Message
 from tests.contract.harness import WAIT_S, Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
+from tests.contract.test_relayed import StaticRoutes
 
 PARAMETERS = 200_000
 
@@ -126,17 +127,7 @@ def test_stranger_to_the_run_gets_no_circuit_to_a_member(swarm: Swarm) -> None:
     (stranger,) = swarm.introduced_hosts(1)
     stranger.learn(relay.peer_id, relay.host.addresses())
     stranger.unseen.add(nodes[0].peer_id)
-
-    class StaticRoutes:
-        def relays_to(self, peer_id: str) -> Sequence[str]:
-            return (relay.peer_id,)
-
-        def check_carried(self, caller: str, target: str) -> None: ...
-
-        def is_gone(self, peer_id: str) -> bool:
-            return False
-
-    stranger.wire.routes = StaticRoutes()
+    stranger.wire.routes = StaticRoutes([relay.peer_id])
     if swarm.transport == "p2p":
         stranger.loop.call_soon_threadsafe(lambda: stranger.wire.learn(nodes[0].peer_id, (), inbound=False))  # type: ignore[attr-defined]
     before = relay.host.wire.traffic.sent_bytes[Channel.RELAY]

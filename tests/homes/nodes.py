@@ -98,10 +98,6 @@ def _announced(home: AttachedHome, announce: bool) -> list[str]:
     return [f"--swarm.announce={','.join(home.announce)}"] if announce and home.announce else []
 
 
-def peer_id(node: Node) -> str:
-    return str(node.status()["node"]["peer_id"])
-
-
 def included(records: Iterable[Mapping[str, Any]], peer: str) -> dict[int, bool]:
     """For each committed round in these records, whether it includes this peer's contribution."""
     held = (record for record in records if record["outcome"] != "failed" and not record["dropped"])
@@ -135,8 +131,8 @@ def start_behind_relays(swarm: Swarm, homes: World, *relay_flags: str, count: in
     members += [join(swarm, home, invite, f"--swarm.bootstrap={at}", pace=FAST_PACE) for home in inside[1:]]
     for node in members:
         node.until(lambda s: s["reachability"] == "relay", START_S)
-    everybody = {peer_id(node) for node in members}
-    wait_for(lambda: complete_rounds(members[0], everybody), START_S, "no round of all members")
+    everybody = {node.peer_id() for node in members}
+    wait_for(lambda: members[0].rounds_with(everybody), START_S, "no round of all members")
     return members, relays
 
 
@@ -157,12 +153,6 @@ def _public_invite(relay: Node, home: AttachedHome) -> str:
     return str(status["run"]["invite"]) if status["reachability"] == "direct" else ""
 
 
-def complete_rounds(node: Node, everybody: set[str]) -> list[int]:
-    """The rounds that included the contributions of all these peers."""
-    records = node.rounds()
-    return sorted(set.intersection(*({n for n, was in included(records, peer).items() if was} for peer in everybody)))
-
-
 def relayed_bytes(relays: Sequence[Node]) -> int:
     return sum(int(relay.status()["contribution"]["bytes_relayed"]) for relay in relays)
 
@@ -172,11 +162,11 @@ def relayed_in_rounds(members: Sequence[Node], relay: Node, count: int) -> tuple
 
     Asserts that each round included all members and that the members' states agree.
     """
-    everybody = {peer_id(node) for node in members}
+    everybody = {node.peer_id() for node in members}
     first, before = members[0].status()["run"]["round"], relayed_bytes([relay])
     members[0].until_round(first + count, count * ROUND_S)
     carried, last = relayed_bytes([relay]) - before, members[0].status()["run"]["round"]
-    assert set(range(first + 1, last + 1)) <= set(complete_rounds(members[0], everybody)), "a round missed a member"
+    assert set(range(first + 1, last + 1)) <= set(members[0].rounds_with(everybody, first)), "a round missed a member"
     assert_agreed(members)
     attempts = sum(first < record["round"] <= last for record in members[0].rounds())
     print(f"{carried} bytes carried in {last - first} rounds, {attempts} attempts")

@@ -15,7 +15,7 @@ import pytest
 from node.config.manifest import Invite, parse_invite
 from node.swarm.identity import new_identity
 from tests.homes.home import PORT, Home
-from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
+from tests.homes.nodes import START_S, Pace, found, join
 from tests.homes.world import AttachedHome, Machine, world
 from tests.swarm.harness import Node, Swarm, tiny, wait_for
 
@@ -43,13 +43,8 @@ def invited(node: Node) -> list[str]:
     return [address.partition("/p2p/")[0] for address in parse_invite(invite_of(node)).addresses]
 
 
-def rounds_of_all(node: Node, peers: list[str]) -> list[int]:
-    told = [included(node.rounds(), peer) for peer in peers]
-    return [number for number in told[0] if all(one.get(number) for one in told)]
-
-
-def wait_for_rounds(node: Node, peers: list[str], count: int) -> None:
-    wait_for(lambda: len(rounds_of_all(node, peers)) >= count, LONG_S, "too few rounds with everybody")
+def wait_for_rounds(node: Node, peers: set[str], count: int) -> None:
+    wait_for(lambda: len(node.rounds_with(peers)) >= count, LONG_S, "too few rounds with everybody")
 
 
 @contextmanager
@@ -73,7 +68,7 @@ def test_nodes_with_published_container_ports_announce_outer_addresses_and_train
         nodes = [founder, *joined]
         for node, home in zip(nodes, homes, strict=True):
             node.until(is_reached_at(home), START_S)
-        peers = [peer_id(node) for node in nodes]
+        peers = {node.peer_id() for node in nodes}
         wait_for_rounds(founder, peers, 3)
         for node in joined:
             wait_for_rounds(node, peers, 2)
@@ -108,7 +103,7 @@ def test_a_node_whose_outer_address_changes_is_dialed_at_the_new_one(tmp_path: P
         joined = [join(swarm, home, invite, pace=FAST) for home in homes[1:]]
         for node, home in zip(joined, homes[1:], strict=True):
             node.until(is_reached_at(home), START_S)
-        peers = [peer_id(node) for node in (founder, *joined)]
+        peers = {node.peer_id() for node in (founder, *joined)}
         wait_for_rounds(founder, peers, 1)
 
         old = direct(homes[1])
@@ -122,7 +117,7 @@ def test_a_node_whose_outer_address_changes_is_dialed_at_the_new_one(tmp_path: P
             return direct(homes[1]) in invited(founder) and old not in invited(founder)
 
         wait_for(told, LONG_S, "the founder's invite does not name the new address")
-        seen = len(rounds_of_all(founder, peers))
+        seen = len(founder.rounds_with(peers))
         wait_for_rounds(founder, peers, seen + 2)
 
 
@@ -137,7 +132,7 @@ def test_nodes_of_a_run_on_one_network_find_each_other_without_a_bootstrap_peer(
         nobody = f"/ip4/192.168.1.99/tcp/1/p2p/{new_identity().peer_id}"
         joined = join(swarm, home, str(Invite(invite.manifest_hash, (nobody,))), machine=home.machines[1], pace=FAST)
         joined.until(lambda s: s["peers"]["training"] == 2, START_S)
-        wait_for_rounds(founder, [peer_id(founder), peer_id(joined)], 1)
+        wait_for_rounds(founder, {founder.peer_id(), joined.peer_id()}, 1)
         status = founder.until(lambda s: s["reachability_code"] == "reached", START_S)
         assert f"{home.machine.address}:{PORT}" in status["reachability_reason"]
         assert "works only on this" in status["run"]["invite_note"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.homes.home import Home, Kind
-from tests.homes.nodes import ROUND_S, peer_id, relayed_in_rounds, start_behind_relays
+from tests.homes.nodes import ROUND_S, relayed_in_rounds, start_behind_relays
 from tests.homes.world import World, world
 from tests.swarm.harness import Node, Swarm, wait_for
 
@@ -26,7 +26,7 @@ def homes_of(*kinds: Kind) -> list[Home]:
 
 def transports(members: Sequence[Node]) -> set[str]:
     """The transports between the members, read from each member's peer list. Empty while a member is missing there."""
-    everybody = {peer_id(node) for node in members}
+    everybody = {node.peer_id() for node in members}
     rows = [row for node in members for row in node.peers() if row["peer_id"] in everybody and not row["this_node"]]
     return {row["transport"] for row in rows} if len(rows) == len(members) * (len(members) - 1) else set()
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.homes.home import Home, line_text
-from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
+from tests.homes.nodes import START_S, Pace, found, included, join
 from tests.homes.world import World, world
 from tests.swarm.harness import Node, Swarm, common_rounds
 
@@ -46,7 +46,7 @@ def assert_all_are_in_all_rounds(homes: World, nodes: Sequence[Node], pace: Pace
     records = nodes[0].rounds()
     missed = {}
     for home, node in zip(homes, nodes, strict=True):
-        was_in = included(records, peer_id(node))
+        was_in = included(records, node.peer_id())
         missed[home.name] = [number for number in wanted if not was_in.get(number)]
         status = node.status()
         print(

@@ -13,8 +13,6 @@ from node.training.model import unit_elements
 from tests.homes.home import Home
 from tests.homes.nodes import (
     ROUND_S,
-    complete_rounds,
-    peer_id,
     relayed_bytes,
     relayed_in_rounds,
     start_behind_relays,
@@ -33,7 +31,7 @@ MEASURED_S = 45.0
 def test_nodes_behind_symmetric_nats_train_through_a_relay_that_does_not_train(swarm: Swarm) -> None:
     with world([*[Home("symmetric")] * MEMBERS, Home("public")]) as homes:
         members, (relay,) = start_behind_relays(swarm, homes)
-        everybody = {peer_id(node) for node in members}
+        everybody = {node.peer_id() for node in members}
         carried, attempts = relayed_in_rounds(members, relay, ROUNDS)
 
         run = load(file=None, environ={}, flags=[]).config.run
@@ -44,7 +42,7 @@ def test_nodes_behind_symmetric_nats_train_through_a_relay_that_does_not_train(s
         status = members[1].status()
         assert "through a relay (relay4)" in status["reachability_reason"]
         transports = {row["peer_id"]: row["transport"] for row in members[0].peers()}
-        assert {transports[peer] for peer in everybody} == {"relay"} and transports[peer_id(relay)] == "direct"
+        assert {transports[peer] for peer in everybody} == {"relay"} and transports[relay.peer_id()] == "direct"
         assert 'network_sent_bytes_total{channel="relay"}' in relay.metrics()
         assert carried > 0 and members[1].status()["contribution"]["bytes_relayed"] == 0
 
@@ -53,7 +51,7 @@ def test_nodes_behind_symmetric_nats_train_through_a_relay_that_does_not_train(s
 def test_next_round_includes_all_members_after_the_relay_between_them_was_killed(swarm: Swarm) -> None:
     with world([*[Home("symmetric", lines=(10, 10))] * MEMBERS, Home("public"), Home("public")]) as homes:
         members, relays = start_behind_relays(swarm, homes)
-        everybody = {peer_id(node) for node in members}
+        everybody = {node.peer_id() for node in members}
         members[0].until_round(members[0].status()["run"]["round"] + 1, ROUND_S)
         for node in members:
             node.until(
@@ -72,9 +70,9 @@ def test_next_round_includes_all_members_after_the_relay_between_them_was_killed
         killed_at_s = time.monotonic()
         carrier.end_by_force()
         members[0].until_round(killed_in + 1, 3 * ROUND_S)
-        print(f"killed in round {killed_in}; complete: {complete_rounds(members[0], everybody)}, "
+        print(f"killed in round {killed_in}; complete: {members[0].rounds_with(everybody)}, "
               f"{time.monotonic() - killed_at_s:.1f} s until round {killed_in + 1} was over")  # fmt: skip
-        assert killed_in + 1 in complete_rounds(members[0], everybody)
+        assert killed_in + 1 in members[0].rounds_with(everybody)
         assert_agreed(members)
 
 

@@ -12,7 +12,7 @@ from tests.homes.home import Home
 from tests.homes.namespace import inside
 from tests.homes.nodes import START_S, Pace, found, join
 from tests.homes.world import world
-from tests.swarm.harness import Node, Swarm, checkpoint_round, command, common_rounds, wait_for
+from tests.swarm.harness import Node, Swarm, assert_agreed, checkpoint_round, command, wait_for
 from tests.swarm.test_credit import credit, tables_at_one_round
 
 pytestmark = pytest.mark.skipif(not os.environ.get("DILOCO_TEST_HOMES"), reason="real nodes: set DILOCO_TEST_HOMES=1")
@@ -91,6 +91,5 @@ def test_credit_stays_one_table_through_a_split_a_pause_of_ten_rounds_and_a_roll
         for node in nodes:
             wait_for(partial(was_taken_back, node), START_S, f"{node.name} does not take the run back")
         assert_one_table(nodes, "the rollback")
-        same = common_rounds(nodes)
-        assert same and all(len(digests) == 1 for digests in same.values())
+        assert_agreed(nodes)
         assert [node.stop() for node in nodes] == [0] * len(nodes)

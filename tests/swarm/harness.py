@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -251,6 +251,9 @@ class Node:
     def status(self) -> dict[str, Any]:
         return self._get("/api/v1/status")
 
+    def peer_id(self) -> str:
+        return str(self.status()["node"]["peer_id"])
+
     def metrics(self) -> dict[str, float]:
         """All series of /metrics by name and labels, such as `x_total{reason="y"}`, without the prefix `diloco_`."""
         text = self.http.get("/metrics").text
@@ -265,6 +268,16 @@ class Node:
     def rounds(self) -> list[dict[str, Any]]:
         """The node's round records, newest first."""
         return list(self._get("/api/v1/rounds?limit=200")["rounds"])
+
+    def rounds_with(self, peers: Set[str], after: int = -1) -> list[int]:
+        """The committed rounds after `after` that include the contributions of all these peers, newest first."""
+        return [
+            record["round"]
+            for record in self.rounds()
+            if record["round"] > after
+            and record["outcome"] != "failed"
+            and peers <= {member["peer_id"] for member in record["members"] if member["included"]}
+        ]
 
     def digests(self) -> dict[int, str]:
         """State digests of the current chain by round number, without failed attempts and dropped rounds."""
@@ -412,7 +425,11 @@ def common_rounds(nodes: Sequence[Node]) -> dict[int, set[str]]:
     return {number: {one[number] for one in told} for number in set.intersection(*(set(one) for one in told))}
 
 
-def assert_agreed(nodes: Sequence[Node]) -> None:
-    """Check that these nodes report at least one round together, and have the same digest after each of them."""
-    rounds = common_rounds(nodes)
-    assert rounds and all(len(digests) == 1 for digests in rounds.values()), rounds
+def assert_agreed(nodes: Sequence[Node], after: int = -1) -> None:
+    """Wait until all these nodes report a round after `after`. Asserts that they have one digest for each such one."""
+
+    def shared() -> dict[int, set[str]]:
+        return {number: digests for number, digests in common_rounds(nodes).items() if number > after}
+
+    rounds = wait_for(shared, 2 * START_S, f"no round after {after} that all of these nodes report")
+    assert all(len(digests) == 1 for digests in rounds.values()), rounds

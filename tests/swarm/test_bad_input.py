@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import socket
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from node import cli
 from node.config.manifest import Invite, parse_invite
 from tests.free_ports import free_port
 from tests.swarm.harness import (
@@ -26,7 +24,6 @@ from tests.swarm.harness import (
     wait_for,
 )
 
-USUAL = ("--api.port=0", "--swarm.listen=/ip4/127.0.0.1/tcp/0")
 DISK = "size=16m"
 
 
@@ -41,14 +38,6 @@ def founder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield node
 
 
-def assert_refused(capsys: pytest.CaptureFixture[str], code: int, remedy: str, *words: str) -> None:
-    """Assert that `run` with these arguments ends with one sentence on stderr and nothing on stdout."""
-    assert cli.main(["run", *words]) == code
-    out, err = capsys.readouterr()
-    assert out == "" and re.fullmatch(r"diloco-node: [^\n]+\.\n", err), err
-    assert remedy in err
-
-
 def ended(node: Node, code: int) -> str:
     """Return the line that says why the node ended. Asserts that there is no traceback and no process left."""
     assert node.wait_end(START_S) == code, node.said()
@@ -58,34 +47,6 @@ def ended(node: Node, code: int) -> str:
     assert len(lines) == 1 and lines[0].endswith("."), said
     assert node.processes() == []
     return lines[0]
-
-
-@pytest.mark.parametrize(
-    ("flag", "remedy"),
-    [
-        ("--run.inner.learning_rate=1", "the nearest known one is --run.inner."),
-        ("--limits.cpu_treads=1", "limits.cpu_threads"),
-        ("--run.round.inner_steps=many", "run.round.inner_steps = 'many' from the flag"),
-        ("--run.outer.lr=-1", "should be greater than 0"),
-        ("--swarm.listen=foo", "such as /ip4/"),
-        ("--swarm.announce=foo", "HOST:PORT"),
-        ("--swarm.bootstrap=foo", "HOST:PORT"),
-    ],
-)
-def test_run_command_refuses_an_unknown_key_or_invalid_value_and_names_the_remedy(
-    tmp_path: Path, flag: str, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_refused(capsys, 2, remedy, "--data-dir", str(tmp_path / "node"), *USUAL, flag)
-    assert not (tmp_path / "node").exists()
-
-
-INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V",)))
-
-
-@pytest.mark.parametrize("invite", [INVITE[:-3], INVITE.swapcase(), "diloco1-", "x"])
-def test_run_command_refuses_a_damaged_invite(tmp_path: Path, invite: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--data-dir", str(tmp_path / "node"), *USUAL, "--join", invite)
-    assert_refused(capsys, 2, "copy the whole text again", *words)
 
 
 def test_persistent_node_with_a_damaged_invite_keeps_running_and_shows_the_remedy(swarm: Swarm) -> None:
@@ -109,30 +70,10 @@ def test_invite_with_the_manifest_hash_of_another_run_is_refused(founder: Node, 
     assert founder.status()["peers"]["connected"] == 0
 
 
-def test_run_command_refuses_an_api_port_that_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert_refused(capsys, 3, "--api.port 0", "--data-dir", str(tmp_path / "node"), f"--api.port={port}")
-
-
 def test_node_ends_with_exit_code_3_if_its_listen_port_is_in_use(swarm: Swarm) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         node = swarm.found(f"--swarm.listen=/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}")
         assert "--swarm.listen" in ended(node, 3)
-
-
-def test_run_command_refuses_a_data_folder_that_another_node_uses(
-    founder: Node, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_refused(capsys, 2, f"process {founder.running.pid}", "--data-dir", str(founder.folder), *USUAL)
-    assert founder.status()["phase"] == "paused"
-
-
-def test_run_command_refuses_a_data_folder_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert_refused(capsys, 2, "--data-dir", "--data-dir", str(tmp_path / "file" / "node"), *USUAL)
 
 
 def test_node_refuses_the_data_folder_of_another_run_and_leaves_it_unchanged(founder: Node, swarm: Swarm) -> None:

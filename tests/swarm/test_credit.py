@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from node.swarm.chain.certificate import CREDIT_FILE, CreditRecord, Entry
 from node.worker.credit_file import LEAST_INTERVAL_S
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, environment, tiny, wait_for
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, command, tiny, wait_for
 from tests.unit.documented_checker import check_as_a_user
 
 INNER_STEPS, STEP_S = 60, 0.1
@@ -24,13 +22,6 @@ assert INNER_STEPS * STEP_S > LEAST_INTERVAL_S
 
 def credit(node: Node) -> CreditRecord:
     return CreditRecord.model_validate_json((node.folder / CREDIT_FILE).read_bytes())
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "node.cli", *words],
-        env=environment({}), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
 
 
 def tables_at_one_round(nodes: Sequence[Node], from_round: int) -> list[tuple[Entry, ...]]:
@@ -67,15 +58,15 @@ def test_late_node_has_the_same_credit_as_the_others_and_each_can_prove_its_own(
         nodes = (founder, second, late)
         first, *others = tables_at_one_round(nodes, joined)
         assert [table == first for table in others] == [True, True], "nodes at one round have one table"
-        assert {entry.member for entry in first} == {node.status()["node"]["peer_id"] for node in nodes}
+        assert {entry.member for entry in first} == {node.peer_id() for node in nodes}
         assert [node.stop() for node in nodes] == [0, 0, 0]
     for node in nodes:
         record = credit(node)
         assert sum(entry.tokens for entry in record.table) == record.evidence.tokens
         file = node.folder / "certificate.json"
-        written = command("certificate", str(file), "--data-dir", str(node.folder))
-        assert written.returncode == 0, written.stderr
-        assert command("verify", str(file)).stdout == written.stdout
+        code, written, problem = command("certificate", str(file), "--data-dir", str(node.folder), timeout_s=60.0)
+        assert code == 0, problem
+        assert command("verify", str(file), timeout_s=60.0)[1] == written
         assert json.loads(file.read_text())["entry"]["rounds"] >= 1
         checked = check_as_a_user(tmp_path, file.read_text())
         assert checked.returncode == 0, checked.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, assert_agreed, tiny, wait_for
 
 
 def helpers(node: Node) -> list[psutil.Process]:
@@ -42,8 +42,7 @@ def kill_a_rank(swarm: Swarm) -> None:
     assert after["node"]["peer_id"] == before["node"]["peer_id"]
     assert after["contribution"]["tokens_total"] >= before["contribution"]["tokens_total"]
     assert "ended with code -9" in founder.said()
-    common = {r for r in founder.digests() if r in second.digests()}
-    assert common and all(founder.digests()[r] == second.digests()[r] for r in common)
+    assert_agreed((founder, second))
     assert founder.act("leave").status_code == 202
     assert founder.wait_end(10 * PATIENCE) == 0
     assert founder.processes() == []

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from tests.swarm.conftest import Figures
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, checkpoint_round, wait_for
+from tests.swarm.harness import (
+    PATIENCE,
+    START_S,
+    Node,
+    Swarm,
+    assert_agreed,
+    checkpoint_meta,
+    checkpoint_round,
+    wait_for,
+)
 
 FIRST_LOSS = math.log(258)
 """The loss of an untrained model in nats per token."""
@@ -119,9 +128,7 @@ def test_killed_supervisor_leaves_no_process_and_can_be_started_again(pair: list
     assert node.wait_end(5) == -9
     node.start()
     before.check(node)
-    digests = [other.digests() for other in pair]
-    shared = digests[0].keys() & digests[1].keys()
-    assert shared and all(digests[0][number] == digests[1][number] for number in shared)
+    assert_agreed(pair)
 
 
 def test_pause_frees_memory_and_resume_continues_the_training(pair: list[Node], figures: Figures) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from tests.swarm.conftest import Figures
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, command, common_rounds, tiny, wait_for
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, assert_agreed, command, tiny, wait_for
 
 WAYS = ("sigterm", "sigint", "leave")
 HELD = {"DILOCO_FAULTS": "reduce@*=stall:5"}
@@ -83,5 +83,4 @@ def rounds_go_on(nodes: list[Node]) -> None:
     first = max(node.status()["run"]["round"] for node in nodes)
     for node in nodes:
         node.until_round(first + 2)
-    later = {number: digests for number, digests in common_rounds(nodes).items() if number > first}
-    assert later and all(len(digests) == 1 for digests in later.values()), later
+    assert_agreed(nodes, first)

@@ -17,7 +17,7 @@ import pytest
 from tests.homes.home import Home
 from tests.homes.world import AttachedHome, World
 from tests.swarm.conftest import Figures
-from tests.swarm.harness import PATIENCE, PORT, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
+from tests.swarm.harness import PATIENCE, PORT, START_S, Node, Swarm, assert_agreed, checkpoint_meta, tiny, wait_for
 
 DIRECT, BEHIND_NAT = Home("public", lines=None), Home("cone", lines=None)
 CALM_ROUNDS = 5
@@ -68,24 +68,6 @@ def shares(plan: dict[str, Any]) -> dict[str, float]:
     return {peer: owners.count(peer) / len(owners) for peer in plan["reducers"]}
 
 
-def peer_id(node: Node) -> str:
-    return str(node.status()["node"]["peer_id"])
-
-
-def rounds_with(node: Node, everybody: set[str]) -> list[int]:
-    """The rounds in this node's records that include the contributions of all these peers."""
-    told = [(r["round"], {m["peer_id"] for m in r["members"] if m["included"]}) for r in node.rounds()]
-    return [number for number, included in told if included >= everybody]
-
-
-def assert_agreed(nodes: Sequence[Node], after: int) -> None:
-    def shared() -> dict[int, set[str]]:
-        return {number: digests for number, digests in common_rounds(nodes).items() if number > after}
-
-    rounds = wait_for(shared, LONG_S, "no round that all of them tell of")
-    assert all(len(digests) == 1 for digests in rounds.values()), rounds
-
-
 @pytest.mark.timeout(550)
 def test_both_sides_of_a_network_split_keep_training_and_agree_after_the_split(
     network: World, tmp_path: Path, figures: Figures
@@ -93,8 +75,8 @@ def test_both_sides_of_a_network_split_keep_training_and_agree_after_the_split(
     hosts = [network.attach(DIRECT) for _ in range(4)]
     with Swarm(tmp_path, tiny(round={"policy": "time", "min_peers": 2, "inner_steps": 300})) as swarm:
         nodes = start_all(swarm, hosts, names=("second", "third", "fourth"))
-        everybody = {peer_id(node) for node in nodes}
-        wait_for(lambda: rounds_with(nodes[0], everybody), LONG_S, "no round of all four")
+        everybody = {node.peer_id() for node in nodes}
+        wait_for(lambda: nodes[0].rounds_with(everybody), LONG_S, "no round of all four")
 
         network.cut_off(hosts[2:])
         halves = (nodes[:2], nodes[2:])
@@ -122,9 +104,7 @@ def test_both_sides_of_a_network_split_keep_training_and_agree_after_the_split(
         wait_for(one_line, LONG_S, "they did not come to one line")
         healed_at = max(node.status()["run"]["round"] for node in nodes)
         assert healed_at <= met_at + 2, f"they met in round {met_at}, and were one in round {healed_at}"
-        wait_for(
-            lambda: [r for r in rounds_with(nodes[0], everybody) if r > healed_at], LONG_S, "no round of all four again"
-        )
+        wait_for(lambda: nodes[0].rounds_with(everybody, healed_at), LONG_S, "no round of all four again")
         assert_agreed(nodes, healed_at)
         losers = [node for node in nodes if "Dropped" in node.said()]
         assert losers, "no node says what was dropped"
@@ -152,18 +132,16 @@ def test_nodes_behind_nat_contribute_to_rounds_but_reduce_no_chunks(
             assert f"TCP port {PORT}" in status["reachability_reason"]
             assert "forward that port or set swarm.announce" in status["reachability_reason"]
         settled_at = max(node.status()["run"]["round"] for node in nodes)
-        everybody = {peer_id(node) for node in nodes}
+        everybody = {node.peer_id() for node in nodes}
 
         def enough() -> bool:
-            return all(
-                len([r for r in rounds_with(node, everybody) if r > settled_at]) >= CALM_ROUNDS for node in nodes
-            )
+            return all(len(node.rounds_with(everybody, settled_at)) >= CALM_ROUNDS for node in nodes)
 
         wait_for(enough, LONG_S, "those behind NAT are not in everybody's rounds")
         reducing = {
             peer for number, plan in plans(nodes[0]).items() if number > settled_at for peer in plan["reducers"]
         }
-        assert reducing == {peer_id(node) for node in nodes[:direct]}
+        assert reducing == {node.peer_id() for node in nodes[:direct]}
         late = [r for node in nodes for r in node.rounds() if r["outcome"] == "failed" and r["round"] > settled_at + 1]
         assert not late, "attempts fail for want of an inbound port"
         assert_agreed(nodes, settled_at)
@@ -235,7 +213,7 @@ def test_upload_and_download_limits_hold_from_the_start_and_after_each_change(ne
         assert members == {3}, "heartbeats must pass"
         assert max(answered_s) < 1.0 * PATIENCE
         assert nodes[0].status()["run"]["round"] >= began_at + 4, "rounds must go on"
-        assert_agreed(nodes, -1)
+        assert_agreed(nodes)
 
 
 @pytest.mark.timeout(450)
@@ -245,7 +223,7 @@ def test_node_with_a_slow_uplink_is_assigned_fewer_chunks_to_reduce(network: Wor
     run = tiny(round={"policy": "time", "min_peers": 3, "inner_steps": 15}, model=model)
     with Swarm(tmp_path, run) as swarm:
         nodes = start_all(swarm, hosts, names=("fast", "slow"))
-        slow = peer_id(nodes[2])
+        slow = nodes[2].peer_id()
 
         def reduces_less() -> bool:
             told = plans(nodes[0])
@@ -254,4 +232,4 @@ def test_node_with_a_slow_uplink_is_assigned_fewer_chunks_to_reduce(network: Wor
 
         wait_for(reduces_less, LONG_S, "the slow one reduces as much as the others")
         assert nodes[0].status()["run"]["round"] <= MEASURED_BY_ROUND, "it took too many rounds to see it"
-        assert_agreed(nodes, -1)
+        assert_agreed(nodes)

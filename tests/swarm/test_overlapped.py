@@ -70,8 +70,7 @@ def test_node_killed_while_it_sends_a_contribution_returns_to_the_rounds(tmp_pat
         third.until(lambda s: s["run"]["round"] >= 5, 30 * PATIENCE)
         before = len(landed(third))
         wait_for(lambda: len(landed(third)) > before, START_S, "it is in no round any more")
-        shared = common_rounds(swarm.nodes)
-        assert shared and all(len(digests) == 1 for digests in shared.values())
+        assert_agreed(swarm.nodes)
 
 
 @pytest.mark.timeout(240)

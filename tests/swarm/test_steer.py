@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from tests.swarm.harness import (
     checkpoint_round,
     command,
     common_rounds,
-    environment,
     tiny,
 )
 
@@ -31,12 +28,9 @@ TOKENS_PER_STEP = 4 * 64
 
 
 def steer(node: Node, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "node.cli", "steer", *words, "--data-dir", str(node.folder)],
-        env=environment({}), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code, said, problem = command("steer", *words, "--data-dir", str(node.folder), timeout_s=60.0)
+    assert code == 0, problem
+    return said
 
 
 def amendments(node: Node) -> list[dict[str, Any]]:
@@ -87,8 +81,7 @@ def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
         late.until_round(last)
         second.until_round(last)
         assert len({str(amendments(node)) for node in nodes}) == 1
-        shared = common_rounds(nodes)
-        assert shared and all(len(digests) == 1 for digests in shared.values())
+        assert_agreed(nodes)
         assert any("Amendment 1 by" in entry["text"] for entry in second.http.get("/api/v1/journal").json()["entries"])
         kept = sorted(checkpoint_round(path) for path in founder.checkpoints())
         steer(founder, "rollback", str(kept[-2]), "--from-round", str(founder.status()["run"]["round"] + 30))
@@ -101,8 +94,7 @@ def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
         assert founder.status()["run"]["swarm_tokens"] > tokens, "no token that was trained is taken away"
         (total,) = {node.status()["run"]["total_tokens"] for node in nodes}
         assert total > 2 * 10**9, "the run ends later by the tokens that are trained again"
-        shared = common_rounds(nodes)
-        assert shared and all(len(digests) == 1 for digests in shared.values())
+        assert_agreed(nodes)
         for node in (founder, second):
             assert any("taken the run back" in line["message"] for line in node.logs(1000))
         steer(founder, "stop")
@@ -210,5 +202,4 @@ def test_run_goes_on_when_the_key_of_its_founder_is_lost(tmp_path: Path, governa
         founder.start()
         back = founder.until_round(last + 6, PATIENCE * START_S)["run"]["round"]
         second.until_round(back, PATIENCE * START_S)
-        same = common_rounds((founder, second))
-        assert same and all(len(digests) == 1 for digests in same.values())
+        assert_agreed((founder, second))

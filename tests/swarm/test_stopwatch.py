@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
@@ -63,8 +62,3 @@ def at_round_end(node: Node) -> tuple[dict[str, float], float]:
         assert time.monotonic() < end_s, "no round ended"
         time.sleep(LOOK_S)
     return found, time.monotonic()
-
-
-def scrape(node: Node) -> dict[str, float]:
-    text = node.http.get("/metrics").text
-    return {name: float(value) for name, value in re.findall(r"^(diloco_\S+) (\S+)$", text, re.MULTILINE)}

@@ -17,14 +17,7 @@ def test_three_nodes_train_together_survive_a_pause_and_a_kill_and_export_the_mo
         second, third = swarm.join("second", "third")
         nodes = (founder, second, third)
         everybody = {node.until_training(2 * START_S)["node"]["peer_id"] for node in nodes}
-
-        def round_of_all() -> bool:
-            return any(
-                {member["peer_id"] for member in record["members"] if member["included"]} == everybody
-                for record in founder.rounds()
-            )
-
-        wait_for(round_of_all, 2 * START_S, "no round has all three")
+        wait_for(lambda: founder.rounds_with(everybody), 2 * START_S, "no round has all three")
         assert_agreed(nodes)
 
         assert third.act("pause").status_code == 202

@@ -55,15 +55,8 @@ def test_old_nodes_import_the_code_of_the_older_checkout() -> None:
 
 def wait_for_common_round(nodes: list[Node], after: int) -> None:
     """Wait for a round after `after` that includes all nodes. Asserts that their digests are equal."""
-    everybody = {node.status()["node"]["peer_id"] for node in nodes}
-
-    def has_all() -> bool:
-        return any(
-            record["round"] > after and {m["peer_id"] for m in record["members"] if m["included"]} == everybody
-            for record in nodes[0].rounds()
-        )
-
-    wait_for(has_all, 3 * START_S, f"no round after {after} has all nodes")
+    everybody = {node.peer_id() for node in nodes}
+    wait_for(lambda: nodes[0].rounds_with(everybody, after), 3 * START_S, f"no round after {after} has all nodes")
     assert_agreed(nodes)
 
 

@@ -19,20 +19,6 @@ ELEMENTS = SMALLEST_BYTES // 4
 NESTEROV = OuterOptimizer()
 
 
-def test_a_freed_vector_gives_its_memory_to_the_next_one() -> None:
-    pool = VectorPool()
-    vector = pool.empty(ELEMENTS)
-    address = vector.data_ptr()
-    del vector
-    assert pool.empty(ELEMENTS).data_ptr() == address
-
-
-def test_two_vectors_in_use_have_different_memory() -> None:
-    pool = VectorPool()
-    first, second = pool.empty(ELEMENTS), pool.empty(ELEMENTS)
-    assert abs(first.data_ptr() - second.data_ptr()) >= SMALLEST_BYTES
-
-
 VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "slice": lambda vector: vector[5:9],
     "numpy": lambda vector: vector.numpy()[5:9],

@@ -25,7 +25,8 @@ from node.commands.examples import EXAMPLES
 from node.config.manifest import Invite, Manifest, RoundConfig, RunConfig
 from node.config.schema import Config, LimitsConfig
 from node.errors import NodeError
-from node.status import NodeInfo, PeerRow, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
+from node.status import NodeInfo, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
+from tests.peer_row import peer_row
 
 TOKEN = "t" * 43
 CLIENT_COMMANDS = ("status", "peers", "logs", "pause", "resume", "drain", "leave", "invite")
@@ -234,16 +235,24 @@ def test_a_false_example_would_be_noticed(words: list[str]) -> None:
         (("export", "out"), "belongs to no run yet"),
         (("config", "--config", "/nowhere/x.toml"), "/nowhere/x.toml"),
         (("config", "--api.port", "x"), "api.port = 'x' from the flag --api.port"),
+        (("config", "--data-dir", "~no-such-user/x"), "names no user of this machine"),
+        (("config", "--run.preset", "~no-such-user/x.toml"), "names no user of this machine"),
+        (("config", "--config", "~no-such-user/x.toml"), "names no user of this machine"),
+        (("verify", "~no-such-user/x"), "names no user of this machine"),
+        (("pause", "--until", "0001-01-01T00:00:00+05:00"), "date value out of range"),
+        (("config", "--run.phases", '[{"a":' + "[" * 50_000), "nested too deeply"),
+        (("run", "--run.outer.lr=-1"), "greater than 0"),
     ],
 )
-def test_bad_usage_ends_with_exit_code_2_and_a_one_line_error(
+def test_bad_usage_ends_with_exit_code_2_a_one_line_error_and_no_data_folder(
     argv: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(*argv, environ={"DILOCO_NODE__DATA_DIR": str(tmp_path)}) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("diloco-node: ")
-    assert message in error
-    assert len(error.splitlines()) == 1
+    folder = tmp_path / "node"
+    assert call(*argv, environ={"DILOCO_NODE__DATA_DIR": str(folder), "HOME": str(tmp_path)}) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("diloco-node: ") and message in line
+    assert out == "" and not folder.exists()
 
 
 @pytest.mark.parametrize("address", [None, '{"url": "http://127.0.0.1:1", "pid": 1}', "[]", "{}"])
@@ -399,10 +408,7 @@ def test_peers_are_printed_with_the_fastest_first(
     tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def peer(name: str, rate: float) -> dict[str, Any]:
-        return PeerRow(
-            peer_id=f"12D3KooW{name}", short_id=name, name=f"[bold]{name}", phase="training", round=7,
-            tokens_per_second=rate, transport="direct", version="1.2", state_digest="", last_seen_s=3.0,
-        ).model_dump()  # fmt: skip
+        return peer_row(name, name=f"[bold]{name}", tokens_per_second=rate, last_seen_s=3.0).model_dump()
 
     node.answer = 200, {"peers": [peer("slow", 5.0), peer("fast", 5000.0)]}
     assert call("peers", "--data-dir", str(tmp_path)) == 0
@@ -417,11 +423,8 @@ def test_peers_are_grouped_by_owner_and_by_team(
     tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def peer(key: str, phase: str, owner: str = "", name: str = "", team: str = "") -> dict[str, Any]:
-        return PeerRow(
-            peer_id=key, short_id=key, name=f"box {key}", phase=phase, round=7, tokens_per_second=100.0,
-            transport="direct", version="1.2", state_digest="", last_seen_s=3.0,
-            owner=owner or key, owner_name=name, team=team,
-        ).model_dump()  # fmt: skip
+        fields = {"owner": owner or key, "owner_name": name, "team": team}
+        return peer_row(key, name=f"box {key}", phase=phase, tokens_per_second=100.0, **fields).model_dump()
 
     node.answer = (
         200,
@@ -565,25 +568,6 @@ def test_command_names_the_values_that_the_node_refuses(
     node.answer = 422, {"title": "Unprocessable", "detail": "The request is not valid.", "faults": [fault]}
     assert call("pause", "--after-round", "-1", "--data-dir", str(tmp_path)) == 2
     assert "body.after_round: Input should be greater than or equal to 0." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("config", "--data-dir", "~no-such-user/x"), "names no user of this machine"),
-        (("config", "--run.preset", "~no-such-user/x.toml"), "names no user of this machine"),
-        (("config", "--config", "~no-such-user/x.toml"), "names no user of this machine"),
-        (("verify", "~no-such-user/x"), "names no user of this machine"),
-        (("pause", "--until", "0001-01-01T00:00:00+05:00"), "date value out of range"),
-        (("config", "--run.phases", '[{"a":' + "[" * 50_000), "nested too deeply"),
-    ],
-)  # fmt: skip
-def test_unusual_values_are_refused_in_one_sentence(
-    argv: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(*argv, environ={"DILOCO_NODE__DATA_DIR": str(tmp_path), "HOME": str(tmp_path)}) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
 
 
 @pytest.mark.parametrize("command", ["config", "certificate", "doctor"])

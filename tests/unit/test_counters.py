@@ -5,14 +5,7 @@ from __future__ import annotations
 from node.status import Channel, Outcome, SavedCounters
 from node.swarm.member import MemberSnapshot
 from node.worker.counters import WorkCounters
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.unit.clocks import Clock
 
 
 def work(counters: WorkCounters, clock: Clock, tokens: int) -> None:

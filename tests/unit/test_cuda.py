@@ -68,6 +68,7 @@ def test_the_sensors_of_a_gpu_have_plausible_figures() -> None:
     assert info.energy_joules is None or info.energy_joules > 0
     assert info.utilization_ratio is not None and 0 <= info.utilization_ratio <= 1
     assert info.memory_size_bytes is not None and info.memory_size_bytes > 2**30
+    assert info.memory_used_bytes is not None and 0 < info.memory_used_bytes <= info.memory_size_bytes
     assert Cuda().power_id(GPU).startswith("GPU-")
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from node.config.schema import DevicesConfig
-from node.errors import MachineError
 from node.host.cores import usable_cores
 from node.host.memory import memory_size_bytes
 from node.training.device import choose_device, describe
@@ -33,20 +32,11 @@ def test_a_cpu_computes_in_fp32_by_default() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_missing_gpu_is_an_error_with_a_remedy() -> None:
-    assert choose_device(DevicesConfig(), 1).device.type == "cpu"
-    with pytest.raises(MachineError, match=r"devices\.device to auto or cpu") as caught:
-        choose_device(DevicesConfig(device="cuda"), 1)
-    assert caught.value.exit_code == 3
-    assert caught.value.code == "no_gpu"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_owner_is_told_if_the_processor_computes_beside_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("node.training.device.DEVICE_FILES", tmp_path)
-    choose_device(DevicesConfig(), 1)
+    assert choose_device(DevicesConfig(), 1).device.type == "cpu"
     assert caplog.text == ""
     (tmp_path / "kfd").touch()
     choose_device(DevicesConfig(device="cpu"), 1)
@@ -79,13 +69,3 @@ def test_description_of_a_cpu_has_memory_and_utilization_but_no_temperature() ->
     assert info.memory_size_bytes == memory_size_bytes()
     assert info.memory_used_bytes is not None and 10 * 2**20 < info.memory_used_bytes < info.memory_size_bytes
     assert info.temperature_celsius is None and info.energy_joules is None
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_is_chosen_by_default_and_its_description_has_memory_figures() -> None:
-    chosen = choose_device(DevicesConfig(), 1)
-    assert chosen.device.type == "cuda"
-    info = describe(chosen.device)
-    assert info.kind == "cuda"
-    assert info.memory_used_bytes is not None and info.memory_size_bytes is not None
-    assert 0 < info.memory_used_bytes <= info.memory_size_bytes

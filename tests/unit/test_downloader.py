@@ -251,7 +251,7 @@ def test_leaves_of_a_made_up_state_are_refused_although_their_hashes_match(data:
 
 def test_a_state_with_a_wrong_proof_is_not_downloaded() -> None:
     good, bad = proven_tip(3), proven_tip(5)
-    for proof in (None, committed(PARENT, 4), committed(PARENT, 5, (A,))):
+    for proof in (None, committed(PARENT, 4), committed("ee" * 32, 5), committed(PARENT, 5, (A,))):
         source = Source(replace(bad, proof=proof), b"")
         assert download([source, good]).digest == good.digest
         with pytest.raises(TransferFailed, match="No peer serves"):

@@ -9,27 +9,9 @@ import pytest
 from node.swarm.identity import Identity, new_identity
 from node.swarm.transport.encrypted_stream import FRAME_BYTES, KEY_BYTES, DecryptionFailed, EncryptedStream, Handshake
 from tests.event_loop import in_loop
+from tests.unit.memory_stream import Pipe
 
 CALLER, TARGET, OTHER = (new_identity() for _ in range(3))
-
-
-class Pipe:
-    """One direction of a connection. It keeps all data, which is readable at once unless `is_held` is set."""
-
-    def __init__(self) -> None:
-        self.reader = asyncio.StreamReader()
-        self.written = bytearray()
-        self.is_held = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += data
-        if not self.is_held:
-            self.reader.feed_data(bytes(data))
-
-    async def drain(self) -> None: ...
-
-    def close(self) -> None:
-        self.reader.feed_eof()
 
 
 async def streams(forth: Pipe, back: Pipe) -> tuple[EncryptedStream, EncryptedStream]:
@@ -59,12 +41,12 @@ async def test_encrypted_data_arrives_unchanged_at_the_other_end() -> None:
 async def test_stream_encrypts_every_frame_with_a_fresh_nonce() -> None:
     forth, back = Pipe(), Pipe()
     one, _ = await streams(forth, back)
-    before = len(forth.written)
+    before = len(forth.data)
     one.write(b"attack at dawn")
-    first = bytes(forth.written[before:])
+    first = bytes(forth.data[before:])
     one.write(b"attack at dawn")
-    second = bytes(forth.written[before + len(first) :])
-    assert b"dawn" not in forth.written and first != second and len(first) == len(second)
+    second = bytes(forth.data[before + len(first) :])
+    assert b"dawn" not in forth.data and first != second and len(first) == len(second)
 
 
 @pytest.mark.parametrize("place", ["length", "data", "tag"])
@@ -72,9 +54,9 @@ async def test_stream_encrypts_every_frame_with_a_fresh_nonce() -> None:
 async def test_changed_byte_in_an_encrypted_frame_breaks_the_stream(place: str) -> None:
     forth, back = Pipe(), Pipe()
     one, other = await streams(forth, back)
-    forth.is_held, before = True, len(forth.written)
+    forth.is_held, before = True, len(forth.data)
     one.write(b"x" * 1000)
-    frame = forth.written[before:]
+    frame = forth.data[before:]
     frame[{"length": 0, "data": 10, "tag": -1}[place]] ^= 1
     forth.reader.feed_data(bytes(frame))
     with pytest.raises(DecryptionFailed):
@@ -88,9 +70,9 @@ async def test_swapped_repeated_or_missing_frames_break_the_encrypted_stream(ord
     one, other = await streams(forth, back)
     forth.is_held, frames = True, []
     for data in (b"first", b"second"):
-        before = len(forth.written)
+        before = len(forth.data)
         one.write(data)
-        frames.append(bytes(forth.written[before:]))
+        frames.append(bytes(forth.data[before:]))
     for index in order:
         forth.reader.feed_data(frames[index])
     with pytest.raises(DecryptionFailed):
@@ -101,9 +83,9 @@ async def test_swapped_repeated_or_missing_frames_break_the_encrypted_stream(ord
 async def test_encrypted_frame_that_is_reflected_to_its_sender_is_refused() -> None:
     forth, back = Pipe(), Pipe()
     one, _ = await streams(forth, back)
-    before = len(forth.written)
+    before = len(forth.data)
     one.write(b"echo")
-    back.reader.feed_data(bytes(forth.written[before:]))
+    back.reader.feed_data(bytes(forth.data[before:]))
     with pytest.raises(DecryptionFailed):
         await one.read(10)
 
@@ -112,11 +94,11 @@ async def test_encrypted_frame_that_is_reflected_to_its_sender_is_refused() -> N
 async def test_encrypted_frame_of_another_circuit_is_refused() -> None:
     first = Pipe(), Pipe()
     one, _ = await streams(*first)
-    before = len(first[0].written)
+    before = len(first[0].data)
     one.write(b"pay")
     second = Pipe(), Pipe()
     _, other = await streams(*second)
-    second[0].reader.feed_data(bytes(first[0].written[before:]))
+    second[0].reader.feed_data(bytes(first[0].data[before:]))
     with pytest.raises(DecryptionFailed):
         await other.read(10)
 
@@ -171,9 +153,9 @@ async def test_encrypted_frame_of_impossible_length_is_refused(length: int) -> N
 async def test_reading_an_encrypted_stream_that_ends_within_a_frame_fails() -> None:
     forth, back = Pipe(), Pipe()
     one, other = await streams(forth, back)
-    forth.is_held, before = True, len(forth.written)
+    forth.is_held, before = True, len(forth.data)
     one.write(b"x" * 1000)
-    forth.reader.feed_data(bytes(forth.written[before:-1]))
+    forth.reader.feed_data(bytes(forth.data[before:-1]))
     forth.reader.feed_eof()
     with pytest.raises(asyncio.IncompleteReadError):
         await other.read(1000)

@@ -13,6 +13,7 @@ from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.send_window import PathHistory, SendWindow
 from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, at_most, pack_header
 from tests.event_loop import run_in_virtual_time
+from tests.unit.memory_stream import Pipe
 
 
 def read_from(
@@ -44,7 +45,7 @@ def read_from(
         feeding = asyncio.create_task(feed())
         try:
             limiter = RateLimiter(clock, mbit_s)
-            _, message, _ = await streams.read_message((reader, Memory()), at_most(max(size, longest)), limiter)
+            _, message, _ = await streams.read_message((reader, Pipe()), at_most(max(size, longest)), limiter)
         except TimeoutError:
             return 0, clock()
         finally:
@@ -85,22 +86,6 @@ def test_rate_limit_of_the_reader_does_not_count_as_a_stall_of_the_sender(monkey
     assert size == 51200 and took_s > 3.3
 
 
-class Memory:
-    """A writer that keeps its data."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.data += data
-
-    async def drain(self) -> None:
-        """Nothing to wait for."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 async def cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
@@ -118,7 +103,7 @@ def test_long_headers_do_not_delay_bulk_transfers() -> None:
             reader = asyncio.StreamReader()
             reader.feed_data(len(header).to_bytes(4, "big") + header)
             with pytest.raises(PeerError):
-                await streams.read_message((reader, Memory()), at_most(0), limiter)
+                await streams.read_message((reader, Pipe()), at_most(0), limiter)
 
         strangers = [asyncio.create_task(send_header()) for _ in range(16)]
         await asyncio.sleep(0.1)
@@ -135,12 +120,12 @@ def test_long_headers_do_not_delay_bulk_transfers() -> None:
 def test_message_with_a_header_of_any_length_arrives(text_bytes: int) -> None:
     async def pass_on() -> None:
         clock = asyncio.get_running_loop().time
-        message, writer, reader = Message({"text": "x" * text_bytes}, [b"blob"]), Memory(), asyncio.StreamReader()
+        message, writer, reader = Message({"text": "x" * text_bytes}, [b"blob"]), Pipe(), asyncio.StreamReader()
         window = SendWindow(clock, PathHistory(clock))
         header, limiter = pack_header("verb", message), RateLimiter(clock, 8.0)
         size = await streams.write_message(writer, header, message.blobs, limiter, window)
         reader.feed_data(bytes(writer.data))
-        verb, received, received_bytes = await streams.read_message((reader, Memory()), at_most(10), limiter)
+        verb, received, received_bytes = await streams.read_message((reader, Pipe()), at_most(10), limiter)
         assert (verb, received.header, list(received.blobs)) == ("verb", message.header, [b"blob"])
         assert size == received_bytes == len(writer.data)
 
@@ -166,11 +151,11 @@ def test_heartbeat_with_many_records_does_not_wait_for_bulk_under_a_rate_limit(i
         began_s = clock()
         if is_upload:
             window = SendWindow(clock, PathHistory(clock))
-            await streams.write_message(Memory(), header, RECORDS.blobs, limiter, window)
+            await streams.write_message(Pipe(), header, RECORDS.blobs, limiter, window)
         else:
             reader = asyncio.StreamReader()
             reader.feed_data(len(header).to_bytes(4, "big") + header + b"".join(RECORDS.blobs))
-            await streams.read_message((reader, Memory()), at_most(2**20), limiter)
+            await streams.read_message((reader, Pipe()), at_most(2**20), limiter)
         took_s = clock() - began_s
         await cancel(bulk)
         return took_s

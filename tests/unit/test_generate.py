@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from node.cli import main
 from node.config.manifest import RunConfig
 from node.training.checkpoint import FORMAT_VERSION, META
 from node.training.model import build_model
+from node.training.tokenizer import END
 from tests.swarm.harness import tiny
 from tests.unit.data_folder import make_data_folder
+from tests.unit.greedy_sample import likeliest_tokens
 
 RUN = RunConfig.model_validate(tiny())
 
@@ -38,15 +39,9 @@ def test_generate_continues_a_text_and_repeats_it_per_seed(folder: Path, capsys:
 
 
 def test_generate_at_temperature_0_picks_the_likeliest_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = build_model(RUN.model, seed=5).eval()
-    tokens = [256, *b"def f("]
-    with torch.inference_mode():
-        while len(tokens) < 7 + 24:
-            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-            if tokens[-1] == 257:
-                break
-    expected = bytes(token for token in tokens if token < 256).decode(errors="replace")
-    assert generate(folder, capsys, "--temperature", "0") == f"{expected}\n"
+    found = likeliest_tokens(build_model(RUN.model, seed=5).eval(), [256, *b"def f("], 24, END)
+    expected = bytes(token for token in found if token < 256).decode(errors="replace")
+    assert generate(folder, capsys, "--temperature", "0") == f"def f({expected}\n"
 
 
 @pytest.mark.parametrize(

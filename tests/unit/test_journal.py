@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 from node.daemon.journal import DEPARTED_S, SETTLE_S, Journal
 from node.daemon.node_state import NodeState
@@ -18,37 +18,25 @@ from node.status import (
     Report,
     RoundRecord,
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = datetime(2026, 11, 25, 13, 0, tzinfo=UTC)
-
-    def __call__(self) -> datetime:
-        return self.now
-
-    def add(self, seconds: float) -> None:
-        self.now += timedelta(seconds=seconds)
+from tests.peer_row import peer_row
+from tests.unit.clocks import WallClock
 
 
 def row(name: str) -> PeerRow:
-    return PeerRow(
-        peer_id=f"id of {name}", short_id=name[:6], name=name, phase="training", round=3, tokens_per_second=5.0,
-        transport="direct", version="1", state_digest="", last_seen_s=1.0, this_node=name == "me",
-    )  # fmt: skip
+    return peer_row(f"id of {name}", name=name, this_node=name == "me")
 
 
 def table(*names: str, left: str = "") -> Report:
     return Report(swarm=tuple(map(row, ("me", *names))), left=(f"id of {left}",) if left else ())
 
 
-def started(*names: str) -> tuple[Journal, Clock]:
+def started(*names: str) -> tuple[Journal, WallClock]:
     """A journal that knows these peers from its start."""
-    clock = Clock()
+    clock = WallClock(datetime(2026, 11, 25, 13, 0, tzinfo=UTC))
     journal = Journal(clock)
     journal.worker_started()
     journal.add_report(table(*names))
-    clock.add(SETTLE_S)
+    clock.add(seconds=SETTLE_S)
     journal.add_report(table(*names))
     return journal, clock
 
@@ -66,9 +54,9 @@ def test_peers_that_were_there_before_this_node_did_not_join() -> None:
 
 def test_journal_tells_a_goodbye_from_silence_and_knows_who_returns() -> None:
     journal, clock = started("attic", "garage")
-    clock.add(240)
+    clock.add(seconds=240)
     journal.add_report(table("garage", left="attic"))
-    clock.add(60)
+    clock.add(seconds=60)
     journal.add_report(table())
     assert told(journal) == ["attic left", "garage is gone: no answer"]
     assert [entry.at for entry in journal.entries] == ["2026-11-25T13:05:20Z", "2026-11-25T13:04:20Z"]
@@ -81,9 +69,9 @@ def test_journal_tells_a_goodbye_from_silence_and_knows_who_returns() -> None:
 def test_departed_peer_is_forgotten_after_an_hour() -> None:
     journal, clock = started("attic")
     journal.add_report(table())
-    clock.add(DEPARTED_S - 1)
+    clock.add(seconds=DEPARTED_S - 1)
     assert len(journal.departed) == 1
-    clock.add(2)
+    clock.add(seconds=2)
     assert not journal.departed
 
 
@@ -92,10 +80,10 @@ def test_new_worker_with_an_empty_table_does_not_make_all_peers_gone() -> None:
     journal.worker_started()
     journal.add_report(Report())
     journal.add_report(table())
-    clock.add(SETTLE_S / 2)
+    clock.add(seconds=SETTLE_S / 2)
     journal.add_report(table("attic", "cellar"))
     assert told(journal) == ["cellar joined"], "a newcomer is told at once, a missing peer is waited for"
-    clock.add(SETTLE_S)
+    clock.add(seconds=SETTLE_S)
     journal.add_report(table("attic", "cellar"))
     assert told(journal) == ["cellar joined", "garage is gone: no answer"]
 

@@ -18,6 +18,7 @@ from node.swarm.transport import libp2p
 from node.swarm.transport.address_scope import LocalAddresses
 from node.swarm.transport.encrypted_stream import Handshake
 from tests.event_loop import in_loop
+from tests.unit.memory_stream import Pipe
 
 PEERS = [new_identity().peer_id for _ in range(12)]
 
@@ -119,29 +120,13 @@ async def test_a_node_keeps_its_last_known_interfaces_while_they_cannot_be_read(
     assert wire.local_addresses == known
 
 
-class Pipe:
-    """A writer that feeds a reader."""
-
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self._reader = reader
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._reader.feed_data(bytes(data))
-
-    async def drain(self) -> None:
-        """Nothing to wait for."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 def open_over_relay(wire: libp2p.Libp2pWire, relay: str, caller: str, hello: bytes) -> asyncio.Task[None]:
     """A stream on which an honest relay names this caller, who then stays silent."""
-    reader, silent = asyncio.StreamReader(), asyncio.StreamReader()
+    reader = asyncio.StreamReader()
     frame = msgpack.packb([caller, hello])
     reader.feed_data(len(frame).to_bytes(2, "big") + frame)
     info: Any = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: relay))
-    ends: Any = (reader, Pipe(silent))
+    ends: Any = (reader, Pipe())
     return asyncio.create_task(wire._on_relayed(info, *ends))
 
 

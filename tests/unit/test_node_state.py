@@ -27,6 +27,7 @@ from node.status import (
     SyncInfo,
     TrainingInfo,
 )
+from tests.peer_row import peer_row
 
 TRAINING = PhaseState(phase=Phase.TRAINING, code="training", reason="Trains.", since="2026-01-01T00:00:00Z")
 PAUSED = PhaseState(phase=Phase.PAUSED, code="paused", reason="Paused.", since="2026-01-02T00:00:00Z")
@@ -61,11 +62,8 @@ def test_status_keeps_the_previous_round_until_a_new_worker_knows_its_own() -> N
 def test_peers_of_a_dead_worker_are_not_shown_as_live() -> None:
     now_s = 100.0
     state = NodeState(NodeInfo(version="1"), {}, state=PhaseState(), clock=lambda: now_s)
-    row = PeerRow(
-        peer_id="a", short_id="a", name="a", phase="training", round=3, tokens_per_second=5.0, transport="direct",
-        version="1", state_digest="", last_seen_s=0.5,
-    )  # fmt: skip
-    report = Report(state=TRAINING, peers=PeersInfo(connected=1, training=2), swarm=(row,))
+    swarm = (peer_row("a", last_seen_s=0.5),)
+    report = Report(state=TRAINING, peers=PeersInfo(connected=1, training=2), swarm=swarm)
     state.set_phase(None)
     state.apply_report(report)
     assert [one.last_seen_s for one in state.view(alive=True).swarm] == [0.5]
@@ -76,7 +74,7 @@ def test_peers_of_a_dead_worker_are_not_shown_as_live() -> None:
     state.worker_started()
     state.apply_report(report)
     state.set_phase(None)
-    assert (state.view(alive=True).swarm, state.status.peers) == ((row,), report.peers)
+    assert (state.view(alive=True).swarm, state.status.peers) == (swarm, report.peers)
 
 
 @pytest.mark.parametrize("phase", [Phase.ERROR, Phase.STOPPED])
@@ -84,7 +82,7 @@ def test_node_without_a_worker_has_no_peers_and_is_not_reachable(phase: Phase) -
     state = make_state()
     state.set_phase(None)
     state.apply_report(Report(state=TRAINING, peers=PeersInfo(connected=1, training=2), reachability="direct"))
-    assert state.status.peers.connected == 1
+    assert (state.status.peers.connected, state.status.reachability_code) == (1, "not_tested")
     state.set_phase(PhaseState(phase=phase, code="x"))
     status = state.status
     assert (status.peers, status.reachability, status.reachability_code) == (PeersInfo(), "none", "not_tested")
@@ -209,12 +207,9 @@ def test_counters_of_the_node_state_are_those_of_the_newest_report() -> None:
 def peers(*versions: str) -> list[PeerRow]:
     own = [("0.2.0", True)]
     return [
-        PeerRow(
-            peer_id=str(i), short_id=str(i), name="", phase="training", round=0, tokens_per_second=0.0,
-            transport="direct", version=version, state_digest="", last_seen_s=0.0, this_node=this_node,
-        )
+        peer_row(str(i), version=version, this_node=this_node)
         for i, (version, this_node) in enumerate([*own, *((version, False) for version in versions)])
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from node.config.weekly_hours import parse_hours
 from node.daemon.data_directory import DataDirectory, OwnerRequest
 from node.daemon.host_sensors import parse_idle
 from node.daemon.pause_policy import MAINS_STEADY_S, PauseInputs, PausePolicy
+from tests.unit.clocks import WallClock
 
 NIGHTS = ("mon-fri 22:00-08:00", "sat,sun 00:00-24:00")
 OTHER_HOURS = ScheduleConfig(timezone="UTC", active=("mon 20:00-21:00",))
@@ -20,25 +21,14 @@ MONDAY = datetime(2026, 11, 16, tzinfo=UTC)
 NOON, NIGHT = MONDAY + timedelta(hours=12), MONDAY + timedelta(hours=23)
 
 
-class Clock:
-    def __init__(self, now: datetime) -> None:
-        self.now = now
-
-    def __call__(self) -> datetime:
-        return self.now
-
-    def add(self, **time: float) -> None:
-        self.now += timedelta(**time)
-
-
-def start(folder: Path, clock: Clock, *, trains: bool = True, **schedule: object) -> PausePolicy:
+def start(folder: Path, clock: WallClock, *, trains: bool = True, **schedule: object) -> PausePolicy:
     with DataDirectory.open(folder) as directory:
         config = ScheduleConfig.model_validate({"timezone": "UTC", **schedule})
         return PausePolicy(config, directory, clock, trains=trains)
 
 
 def test_node_pauses_outside_of_its_scheduled_hours_and_resumes_within_them(tmp_path: Path) -> None:
-    clock = Clock(NOON)
+    clock = WallClock(NOON)
     policy = start(tmp_path, clock, active=NIGHTS)
     decision = policy.decide()
     assert (decision.by, decision.code) == ("schedule", "scheduled")
@@ -50,7 +40,7 @@ def test_node_pauses_outside_of_its_scheduled_hours_and_resumes_within_them(tmp_
 
 
 def test_resume_by_the_owner_outside_of_hours_holds_until_they_begin_even_over_restarts(tmp_path: Path) -> None:
-    clock = Clock(NOON)
+    clock = WallClock(NOON)
     start(tmp_path, clock, active=NIGHTS).resume()
     policy = start(tmp_path, clock, active=NIGHTS)
     assert policy.decide().by == ""
@@ -66,7 +56,7 @@ def test_resume_by_the_owner_outside_of_hours_holds_until_they_begin_even_over_r
 
 
 def test_new_hours_end_a_resume_by_the_owner_against_the_old_hours(tmp_path: Path) -> None:
-    policy = start(tmp_path, Clock(NOON), active=NIGHTS)
+    policy = start(tmp_path, WallClock(NOON), active=NIGHTS)
     policy.resume()
     policy.update_schedule(ScheduleConfig(timezone="UTC", active=NIGHTS, on_battery="run"))
     assert policy.decide().by == ""
@@ -77,7 +67,7 @@ def test_new_hours_end_a_resume_by_the_owner_against_the_old_hours(tmp_path: Pat
 
 
 def test_pause_by_the_owner_takes_precedence_over_the_hours(tmp_path: Path) -> None:
-    clock = Clock(NIGHT)
+    clock = WallClock(NIGHT)
     policy = start(tmp_path, clock, active=NIGHTS)
     policy.pause(PauseOrder(for_s=3600))
     assert (policy.decide().by, policy.decide().until) == ("owner", NIGHT + timedelta(hours=1))
@@ -100,7 +90,7 @@ def test_pause_by_the_owner_takes_precedence_over_the_hours(tmp_path: Path) -> N
 
 
 def test_pause_after_a_round_stays_pending_over_restarts(tmp_path: Path) -> None:
-    clock = Clock(NIGHT)
+    clock = WallClock(NIGHT)
     policy = start(tmp_path, clock)
     policy.pause(PauseOrder(after_round=7))
     decision = policy.decide()
@@ -109,7 +99,7 @@ def test_pause_after_a_round_stays_pending_over_restarts(tmp_path: Path) -> None
 
 
 def test_pause_after_a_round_does_not_end_a_resume_against_the_hours(tmp_path: Path) -> None:
-    clock = Clock(NOON)
+    clock = WallClock(NOON)
     policy = start(tmp_path, clock, active=NIGHTS)
     policy.resume()
     policy.pause(PauseOrder(after_round=7))
@@ -128,7 +118,7 @@ def test_pause_after_a_round_does_not_end_a_resume_against_the_hours(tmp_path: P
 
 
 def test_node_pauses_at_once_on_battery_and_resumes_on_steady_mains_power(tmp_path: Path) -> None:
-    clock = Clock(NOON)
+    clock = WallClock(NOON)
     policy = start(tmp_path, clock)
     for battery, by in ((None, ""), (False, ""), (True, "battery"), (False, "battery"), (True, "battery")):
         policy.update_sensors(battery, None)
@@ -143,7 +133,7 @@ def test_node_pauses_at_once_on_battery_and_resumes_on_steady_mains_power(tmp_pa
 
 
 def test_resume_by_the_owner_on_battery_holds_until_mains_power_has_returned(tmp_path: Path) -> None:
-    clock = Clock(NOON)
+    clock = WallClock(NOON)
     policy = start(tmp_path, clock)
     policy.update_sensors(True, None)
     policy.resume()
@@ -158,7 +148,7 @@ def test_resume_by_the_owner_on_battery_holds_until_mains_power_has_returned(tmp
 
 
 def test_node_pauses_while_a_user_is_active_if_configured(tmp_path: Path) -> None:
-    clock = Clock(NOON)
+    clock = WallClock(NOON)
     policy = start(tmp_path, clock, user_active="pause", user_idle_s=300)
     codes = []
     for idle_s in (None, 0.0, 299.0, 301.0, 5.0):
@@ -174,7 +164,7 @@ def test_node_pauses_while_a_user_is_active_if_configured(tmp_path: Path) -> Non
 def test_relay_never_pauses(tmp_path: Path, request_: OwnerRequest) -> None:
     with DataDirectory.open(tmp_path) as directory:
         directory.save_owner_request(request_)
-    policy = start(tmp_path, Clock(NOON), trains=False, active=NIGHTS)
+    policy = start(tmp_path, WallClock(NOON), trains=False, active=NIGHTS)
     policy.update_sensors(True, 0.0)
     assert (policy.decide().by, policy.next_hours_change()) == ("", None)
 
@@ -205,7 +195,7 @@ def test_idle_seconds_of_the_user_are_read_from_the_properties_of_logind(propert
 
 
 def test_traffic_limit_comes_before_all_other_causes_and_resume_overrides_it_for_the_month(tmp_path: Path) -> None:
-    clock = Clock(NOON)
+    clock = WallClock(NOON)
     policy = start(tmp_path, clock, active=NIGHTS)
     ends_at = datetime(2026, 12, 1, tzinfo=UTC)
     policy.update_traffic(ends_at)

@@ -38,20 +38,13 @@ from node.swarm.transport.wire import (
 )
 from node.worker_protocol import MAX_LINE_BYTES, StatusReport, encode
 from tests.in_process import InProcessNetwork, InProcessWire
+from tests.unit.clocks import Clock
 
 RUN = "ab" * 32
 DEAD_S = MemberTimings().dead_s
 ME, YOU, THIRD = sorted((new_identity() for _ in range(3)), key=lambda identity: identity.peer_id)
 RELAY = new_identity()
 HIDDEN: dict[str, Any] = {"inbound": False, "via": (RELAY.peer_id,)}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,9 +38,9 @@ from node.publication.waiting_rounds import MOST_WAITING, WaitingRounds
 from node.status import PublicationInfo
 from node.swarm.chain.chain import Tip
 from node.swarm.governance.charter import Charter
-from node.swarm.identity import Identity, new_identity
+from node.swarm.identity import new_identity
 from node.swarm.member import MemberSnapshot
-from node.swarm.messages import Document, Join, Plan, Proof, RoundOutcome, accept, sign
+from node.swarm.messages import accept
 from node.training.checkpoint import CheckpointStore, read_outer
 from node.worker.continued_run import continued_run
 from node.worker.duty_process import DutyProcess
@@ -50,6 +50,7 @@ from node.worker_protocol import FoundFrom
 from tests.publish_hub import PublishHub, Repository
 from tests.unit.data_folder import make_data_folder
 from tests.unit.fake_duty import FakeProcess
+from tests.unit.swarm_data import committed
 from tests.unit.test_amendments import FOUNDER, accepted, amendment
 from tests.unit.test_export import make_trained, run_of
 
@@ -975,15 +976,6 @@ def test_a_publication_with_an_added_file_is_not_valid(published: Path, tmp_path
         verify_model_folder(published, tmp_path / "cache")
 
 
-def outcome_of(leader: Identity, run: str, round_: int, members: Sequence[Identity]) -> Document:
-    joins = tuple(
-        sign(one, Join(run=run, parent="cd" * 32, state="5a" * 32, tokens=100, step_s=0.5, norm=1.0)) for one in members
-    )
-    ids = tuple(one.peer_id for one in members)
-    plan = Plan(run=run, parent="cd" * 32, attempt=0, joins=joins, reducers=ids[:1], owners=(0,))
-    return sign(leader, RoundOutcome(round=round_, plan=plan, included=ids, results="ef" * 32))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -1004,15 +996,15 @@ def test_a_publication_with_a_forged_certificate_is_not_valid(
     members = sorted((new_identity() for _ in range(4)), key=lambda one: one.peer_id)
     record = json.loads((published / RECORD_FILE).read_bytes())
     run = "ab" * 32 if change == "run" else record["manifest_hash"]
-    outcome = outcome_of(members[0], run, record["round"] + (change == "round"), members)
+    proof = committed("cd" * 32, record["round"] + (change == "round"), members, run=run)
+    outcome = proof.outcome
     if change == "text":
         outcome = outcome.model_copy(update={"text": '{"anything":"at all"}'})
     if change == "signature":
         outcome = outcome.model_copy(update={"signature": "00" * 64})
     voters = members[: 2 if change == "votes" else 3]
     votes = {one.peer_id: accept(one, outcome.hash, 0) for one in voters}
-    ids = tuple(one.peer_id for one in members)
-    proof = Proof(outcome=outcome, attempt=0, group=ids, accepts=votes, hashes="")
+    proof = proof.model_copy(update={"outcome": outcome, "accepts": votes, "hashes": ""})
     (published / CERTIFICATE_FILE).write_text(proof.model_dump_json())
     record["files"][CERTIFICATE_FILE] = hash_of(published / CERTIFICATE_FILE)
     record["head"] = "ab" * 32 if change == "head" else outcome.hash

@@ -16,31 +16,10 @@ from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.relay import MAX_CIRCUITS, PER_CALLER, Relay
 from node.swarm.transport.wire import Traffic
 from tests.event_loop import in_virtual_time, until
+from tests.unit.memory_stream import Pipe
 
 HELLO = bytes(32)
 TARGET = "target"
-
-
-class Sink:
-    """A writer that keeps its data. `drain` waits while `gate` is cleared."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.closed = asyncio.Event()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.data += data
-
-    def holds(self, size: int) -> bool:
-        return len(self.data) >= size
-
-    async def drain(self) -> None:
-        await self.gate.wait()
-
-    def close(self) -> None:
-        self.closed.set()
 
 
 class RelayBench:
@@ -51,12 +30,12 @@ class RelayBench:
         clock = asyncio.get_running_loop().time
         self.upload_limiter = RateLimiter(clock)
         self.relay = Relay(self._open_target, lambda: self.traffic, self.upload_limiter, RateLimiter(clock), clock)
-        self.from_caller, self.to_caller = asyncio.StreamReader(), Sink()
-        self.from_target, self.to_target = asyncio.StreamReader(), Sink()
+        self.from_caller, self.to_caller = asyncio.StreamReader(), Pipe()
+        self.from_target, self.to_target = asyncio.StreamReader(), Pipe()
         self.opened: list[str] = []
         self.refusal: PeerError | None = None
 
-    async def _open_target(self, peer_id: str) -> tuple[asyncio.StreamReader, Sink]:
+    async def _open_target(self, peer_id: str) -> tuple[asyncio.StreamReader, Pipe]:
         self.opened.append(peer_id)
         return self.from_target, self.to_target
 
@@ -112,7 +91,7 @@ async def test_relay_passes_bytes_both_ways_until_the_caller_closes() -> None:
     assert bench.answer == ["ok", ""] and bench.opened == [TARGET]
     bench.from_caller.feed_eof()
     await circuit
-    assert bench.to_target.closed.is_set() and not bench.relay._circuits
+    assert bench.to_target.is_closed and not bench.relay._circuits
     for counted in (bench.traffic.sent_bytes, bench.traffic.received_bytes):
         assert counted[Channel.RELAY] == len("questionanswer")
 
@@ -151,7 +130,7 @@ async def test_relay_ends_a_circuit_after_the_timeout_of_its_call(monkeypatch: p
     monkeypatch.setattr(relay, "HANDSHAKE_S", 0.1)
     bench = RelayBench()
     await bench.ask((TARGET, HELLO, 0.1))
-    assert bench.to_target.closed.is_set()
+    assert bench.to_target.is_closed
 
 
 @in_virtual_time
@@ -166,7 +145,7 @@ async def test_first_bytes_of_a_circuit_have_priority_and_the_rest_is_rate_limit
     await asyncio.sleep(0.5)
     assert len(bench.to_target.data) < 3 * relay.FREE_BYTES
     await end(circuit)
-    assert bench.to_target.closed.is_set()
+    assert bench.to_target.is_closed
 
 
 @in_virtual_time
@@ -175,16 +154,16 @@ async def test_many_short_circuits_together_keep_to_the_rate_limit_of_the_relay(
     bench = RelayBench()
     bench.upload_limiter.limit(4.0)
     clock = asyncio.get_running_loop().time
-    ends_s, targets = clock() + 4.0, dict[str, Sink]()
+    ends_s, targets = clock() + 4.0, dict[str, Pipe]()
 
-    async def open_target(peer_id: str) -> tuple[asyncio.StreamReader, Sink]:
+    async def open_target(peer_id: str) -> tuple[asyncio.StreamReader, Pipe]:
         return asyncio.StreamReader(), targets[peer_id]
 
     bench.relay._open_target = open_target
 
     async def call_again_and_again(caller: str) -> None:
         while clock() < ends_s:
-            from_caller, to_caller, to_target = asyncio.StreamReader(), Sink(), Sink()
+            from_caller, to_caller, to_target = asyncio.StreamReader(), Pipe(), Pipe()
             targets[caller] = to_target
             request = msgpack.packb((caller, HELLO, 60.0))
             from_caller.feed_data(len(request).to_bytes(2, "big") + request)
@@ -280,7 +259,7 @@ async def test_full_relay_ends_an_idle_circuit_of_the_caller_with_most_circuits(
         assert not any(circuit.ended.is_set() for circuit in others), "callers with one circuit keep it"
         async with asyncio.timeout(1):
             await idle
-        assert bench.to_target.closed.is_set()
+        assert bench.to_target.is_closed
 
 
 @in_virtual_time

@@ -28,6 +28,7 @@ from node.worker.evaluation import Evaluation
 from node.worker.inner_trainer import InnerTrainer
 from node.worker.sampler import MOST_ROUND_SHARE, MOST_ROUNDS, MOST_SHARE, SAMPLES_FILE, TextSampler, thinned
 from node.worker.supervisor_link import StopAsked
+from tests.unit.greedy_sample import likeliest_tokens
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(
@@ -69,16 +70,9 @@ def options(**changes: Any) -> dict[str, Any]:
 
 
 def test_greedy_sample_takes_the_likeliest_tokens() -> None:
-    """As a loop over the whole text without a cache finds them."""
     model = build_model(TINY, seed=5).eval()
     tokens = [256, *b"def f("]
-    expected: list[int] = []
-    with torch.no_grad():
-        while len(expected) < 24:
-            token = int(model(input_ids=torch.tensor([tokens + expected])).logits[0, -1].argmax())
-            if token == END:
-                break
-            expected.append(token)
+    expected = likeliest_tokens(model, tokens, 24, END)
     assert sample_tokens(model, tokens, **options()) == (expected, True)
     found, _ = sample_tokens(model, tokens, **options(end=expected[5]))
     assert found == expected[: expected.index(expected[5])], "the end of the text is not part of it"

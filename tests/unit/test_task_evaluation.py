@@ -23,6 +23,7 @@ from node.training.checkpoint import CheckpointStore
 from node.worker.evaluator import FOLDER, EvaluatorEvent, choose_scores, evaluate_waiting
 from node.worker.task_evaluation import MOST_TASKS, SCORES_FILE, TaskEvaluation, TaskMedians, draw
 from node.worker_protocol import StatusReport, decode_worker_message, encode
+from tests.peer_row import peer_row
 from tests.unit.fake_duty import FakeProcess
 from tests.unit.test_export import make_trained, run_of
 
@@ -75,10 +76,7 @@ def test_as_many_evaluators_are_drawn_as_are_wanted_and_others_each_time() -> No
 
 
 def row(peer: str, evaluation: TaskScores | None) -> PeerRow:
-    return PeerRow(
-        peer_id=peer, short_id=peer, name=peer, phase="training", round=3, tokens_per_second=1.0, transport="direct",
-        version="1", state_digest=ONE, last_seen_s=0.0, evaluates=True, evaluation=evaluation,
-    )  # fmt: skip
+    return peer_row(peer, state_digest=ONE, evaluates=True, evaluation=evaluation)
 
 
 def scores(round_: int, digest: str, **values: float) -> TaskScores:

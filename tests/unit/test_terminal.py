@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from node.commands.terminal import LiveView, dashboard_link, describe, describe_peers, render, short_duration
-from node.status import MonthUsage, NodeInfo, PeerRow, PeersInfo, Phase, Report, RunInfo, Status, SyncInfo, TrainingInfo
+from node.status import MonthUsage, NodeInfo, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
+from tests.peer_row import peer_row
 
 URL = "http://127.0.0.1:5"
 
@@ -147,11 +148,6 @@ def test_status_text_shows_reachability_and_its_reason(code: str) -> None:
     assert "At 1.2.3.4:5." in text
 
 
-def test_status_text_says_at_first_that_reachability_is_not_tested_yet() -> None:
-    assert Report().reachability_code == "not_tested"
-    assert "reachable: not tested yet" in describe(make_status()).plain
-
-
 @pytest.mark.parametrize(
     ("address", "link"),
     [
@@ -177,9 +173,9 @@ def test_durations_are_formatted_for_people(seconds: float, text: str) -> None:
 
 def test_table_of_peers_fits_into_80_columns_with_the_whole_name() -> None:
     name = "the machine in the cellar of an owner with a lot of words, nr. 2"
-    row = PeerRow(
-        peer_id="12D3KooW" + "A" * 44, short_id="AAAAAA", name=name, phase="downloading", round=123_456,
-        tokens_per_second=1234.5, transport="direct", version="12.10.3.dev10", state_digest="", last_seen_s=3.0,
+    row = peer_row(
+        "12D3KooW" + "A" * 44, name=name, phase="downloading", round=123_456, tokens_per_second=1234.5,
+        version="12.10.3.dev10", last_seen_s=3.0,
     )  # fmt: skip
     console = Console(file=io.StringIO(), width=80)
     console.print(describe_peers([row]))

@@ -122,14 +122,6 @@ def test_peers_read_the_shards_of_a_text_in_different_orders(tmp_path: Path) -> 
     assert not torch.equal(one, two)
 
 
-def test_number_of_rows_from_each_text_source_follows_its_weight(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_text(tmp_path / name, [name * 5000])
-    rows = take(reader(tmp_path, "text:a.txt", "text:b.txt", weights=[3.0, 1.0], held_out_one_in=NONE_HELD_OUT), 40)
-    share = (rows == ord("a")).any(dim=1).double().mean().item()
-    assert share == pytest.approx(0.75, abs=0.01)
-
-
 def test_new_weights_hold_from_the_next_batch_on_and_after_a_restart(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 5000)
     (tmp_path / "b.txt").write_text("b" * 5000)
@@ -143,7 +135,7 @@ def test_new_weights_hold_from_the_next_batch_on_and_after_a_restart(tmp_path: P
         return reader(tmp_path, *names, weights=[3.0, 1.0], held_out_one_in=NONE_HELD_OUT, state=state)
 
     first = opened(None)
-    assert shares(take(first, 20)) == pytest.approx(0.75, abs=0.05)
+    assert shares(take(first, 20)) == pytest.approx(0.75, abs=0.01)
     second = opened(first.state)
     second.use_weights((1.0, 3.0))
     assert shares(take(second, 10)) == pytest.approx(0.25, abs=0.05), "the rows before the change do not count"
