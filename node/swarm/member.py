@@ -188,7 +188,8 @@ class SwarmMember:
             is_known=lambda peer: peer_table.knows(peer) and not peer_table.is_gone(peer),
             dial=self.discovery.dial,
         )
-        self.profiles = self._make_profile_exchange()
+        profiles = ProfileTable(wire.peer_id, self._credited)
+        self.profiles = ProfileExchange(wire, peer_table, profiles, options.data_dir, self._rng)
         self._in_container, self._invite_note = is_container(), ""
         self._began_at_s = asyncio.get_running_loop().time()
         self._surroundings_at_s = -SURROUNDINGS_S
@@ -443,10 +444,6 @@ class SwarmMember:
         update = {"owner": owner.key, "owner_name": owner.name, "team": owner.team}
         is_punched = not self.peer_table.me.inbound and row.transport == "relay" and row.peer_id in self._seen
         return row.model_copy(update=update | ({"transport": "direct"} if is_punched else {}))
-
-    def _make_profile_exchange(self) -> ProfileExchange:
-        table = ProfileTable(self.wire.peer_id, self._credited)
-        return ProfileExchange(self.wire, self.peer_table, table, self.options.data_dir, self._rng)
 
     def _credited(self) -> Container[str]:
         """The keys that have contributed to the run; none while this node takes no part in rounds."""

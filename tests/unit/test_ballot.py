@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from node.errors import PeerError
+from node.errors import PeerError, RoundFailed
 from node.swarm.consensus.ballot import MAX_AHEAD, Ballot, later_attempt, most_wrong
 from node.swarm.consensus.quorum import Electorate
 
@@ -28,6 +29,23 @@ def test_a_member_that_could_not_be_reached_is_doubted_only_for_a_time() -> None
     now_s = 131.0
     assert not ballot.has_false_claim(silent)
     assert ballot.has_false_claim(false)
+
+
+def test_a_leader_that_ends_a_round_that_is_over_does_not_raise_the_attempt_of_the_next_round() -> None:
+    """The certificate of a round may arrive from another member just before the leader's answer."""
+    nothing: Any = None
+
+    async def number_if_the_head_is(head: str) -> int:
+        tip = SimpleNamespace(head="aa")
+        chain: Any = SimpleNamespace(tip=tip, store=SimpleNamespace(lowest_attempt=lambda _head: 0))
+        ballot = Ballot(chain, nothing, lambda: 0.0, can_commit=bool)
+        attempt, tip.head = ballot.current, head
+        with pytest.raises(RoundFailed) as caught:
+            ballot.follow(attempt, 5, "")
+        ballot.give_up(attempt, caught.value)
+        return ballot.number
+
+    assert [asyncio.run(number_if_the_head_is(head)) for head in ("aa", "bb")] == [1, 0]
 
 
 def number_after(

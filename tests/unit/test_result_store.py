@@ -16,7 +16,14 @@ import pytest
 from node.errors import QuotaError
 from node.host.disk_quota import Quota, size_of
 from node.swarm.allreduce.reducer import chunk_hash
-from node.swarm.allreduce.result_store import KEPT_ROUNDS, MAX_KEPT_ROUNDS, MOST_AVERAGED, ResultCache, ResultStore
+from node.swarm.allreduce.result_store import (
+    BALLOT_FILE,
+    KEPT_ROUNDS,
+    MAX_KEPT_ROUNDS,
+    MOST_AVERAGED,
+    ResultCache,
+    ResultStore,
+)
 from node.swarm.chain.chain import Chain
 from node.swarm.messages import AcceptedOutcome, Proof, SavedBallot
 from tests.unit.swarm_data import RUN, A, committed
@@ -226,6 +233,20 @@ def test_a_vote_and_its_chunks_survive_a_crash(tmp_path: Path) -> None:
     assert again.load_accepted(RUN) == ballot.accepted is not None and again.lowest_attempt(RUN) == 3
     assert again.get(chunk_hash(b"two")) == b"two"
     assert again.load_accepted("cd" * 32) is None, "a vote of another round is of no use"
+
+
+def test_a_vote_whose_hashes_are_damaged_does_not_stop_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ResultStore(tmp_path)
+    ballot = ballot_of([b"one"])
+    store.save_ballot(ballot, [b"one"])
+    assert ballot.accepted is not None
+    file, hashes = tmp_path / BALLOT_FILE, ballot.accepted.hashes
+    file.write_text(file.read_text().replace(hashes, "X" + hashes[1:]))
+    again = ResultStore(tmp_path)
+    assert again.lowest_attempt(RUN) == 3 and again.load_accepted(RUN) is None
+    assert "The stored vote is not used" in caplog.text
 
 
 def test_a_node_that_comes_back_to_an_earlier_round_knows_the_attempts_that_it_has_used(tmp_path: Path) -> None:

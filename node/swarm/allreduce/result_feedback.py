@@ -59,7 +59,7 @@ class ResultFeedback:
         self._saved: tuple[str, dict[Place, Tensor]] = ("", {})
         if rule is not None and store.feedback is not None:
             self._saved, store.feedback = self._parse(rule, store.feedback), None
-        self._continue_at(head)
+        self.continue_at(head)
 
     def follow(self, rule: FeedbackRule | None, layout_at: Callable[[int], ChunkLayout], fragments: int) -> None:
         """Follow the rules that an amendment has changed. Residuals of other chunks or encodings are of no use."""
@@ -108,13 +108,9 @@ class ResultFeedback:
         kept = {} if is_reset else {place: stored for place, stored in after.items() if stored is not None}
         with self._lock:
             self._kept, self._head = others | kept, head
-        self._continue_at(head)
+        self.continue_at(head)
         if lost:
             logger.debug("The errors of %d means are lost, because other members have reduced these chunks.", len(lost))
-
-    def stay(self, head: str) -> None:
-        """Keep all residuals after a round without contributions. `head` is that of the round."""
-        self._continue_at(head)
 
     def clear(self) -> None:
         """Forget all residuals, because this node has left their chain."""
@@ -132,7 +128,8 @@ class ResultFeedback:
             parts = [stored.numpy().view(np.uint8).data for stored in kept.values()]
             self._store.save_feedback([json.dumps({"head": head, "index": index}).encode() + b"\n", *parts])
 
-    def _continue_at(self, head: str) -> None:
+    def continue_at(self, head: str) -> None:
+        """Keep all residuals after a round without contributions. `head` is that of the round."""
         self._head = head
         if self._saved[0] == head:
             self._kept, self._saved = self._saved[1], ("", {})

@@ -23,7 +23,7 @@ from node.host.files import sync_folder
 from node.swarm.allreduce.reducer import ChunkLayout, chunk_hash
 from node.swarm.membership.peer_table import PeerTable, while_live
 from node.swarm.messages import AcceptedOutcome, Proof, RoundOutcome, SavedBallot, parse, split_hashes
-from node.swarm.transport.wire import Message, Wire, timeout_error
+from node.swarm.transport.wire import Message, Wire, retrieve_exception, timeout_error
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ResultStore:
                 self._newest_vote = ballot.parent if path == newest else ""
                 head = self._votes[ballot.parent] = ballot.accepted.outcome.hash
                 kept.add(self._path(head).name)
-                with suppress(ValueError):  # Then the vote's chunks are damaged, and `load_accepted` says so.
+                with suppress(ValueError, PeerError):  # Then the vote is damaged, and `load_accepted` says so.
                     self._rounds.setdefault(head, _index(ballot.accepted.hashes, ballot.sizes))
                     self._rounds.move_to_end(head, last=path == newest or self._is_committed(head))
         for path in [*folder.glob("results-*"), *folder.glob("*.new")]:
@@ -149,7 +149,7 @@ class ResultStore:
             index = _index(ballot.accepted.hashes, ballot.sizes)
             if any(chunk_hash(data[start : start + size]) != digest for digest, (start, size) in index.items()):
                 raise ValueError("a chunk does not have its hash")
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, PeerError) as exc:
             logger.warning("The stored vote is not used because its chunks cannot be read: %s", exc)
             return None
         return ballot.accepted
@@ -492,13 +492,9 @@ class ResultCache:
         fetch = self._fetches.get(outcome.results)
         if fetch is None:
             fetch = self._fetches[outcome.results] = asyncio.ensure_future(self._complete(outcome, hashes))
-            fetch.add_done_callback(lambda done: self._finish(outcome.results, done))
+            fetch.add_done_callback(retrieve_exception)  # All waiters may have been cancelled.
+            fetch.add_done_callback(lambda _done: self._fetches.pop(outcome.results, None))
         return await asyncio.shield(fetch)
-
-    def _finish(self, results: str, done: asyncio.Future[list[bytes]]) -> None:
-        self._fetches.pop(results, None)
-        if not done.cancelled():
-            done.exception()  # All waiters may have been cancelled; asyncio would log an unretrieved exception.
 
     def close(self) -> None:
         for fetch in list(self._fetches.values()):

@@ -288,13 +288,12 @@ class Ballot:
             self._begin(*chosen)
 
     def follow(self, attempt: Attempt, later: object, code: object) -> NoReturn:
-        """Go to the next attempt, because the leader of this one says that it is over. Always raises RoundFailed.
+        """Leave an attempt, because its leader says that it is over. Always raises RoundFailed; see `give_up`.
 
-        A leader cannot name the attempt. A hostile one would name the next one that it leads.
+        A leader cannot name the next attempt. A hostile one would name the next one that it leads.
         """
         if not isinstance(later, int) or later <= attempt.number:
             raise RoundFailed("the leader names no later attempt", code="leader_lost")
-        self.number = max(self.number, attempt.number + 1)
         reason = attempt.waiting_reason or "a later attempt is under way"
         raise RoundFailed(reason, code=known_code(code))
 

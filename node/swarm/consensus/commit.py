@@ -14,8 +14,7 @@ from torch import Tensor
 
 from node.diloco.aggregate import norm_bound
 from node.errors import PeerError, RoundFailed, SwarmError
-from node.swarm.allreduce.reducer import ChunkLayout, exceeds_norm_bound
-from node.swarm.allreduce.result_store import ResultStore
+from node.swarm.allreduce.reducer import exceeds_norm_bound
 from node.swarm.chain.chain import Tip, next_tip
 from node.swarm.chain.fork_choice import heads_of
 from node.swarm.consensus.ballot import Attempt, Ballot, StageTimer
@@ -72,7 +71,8 @@ class Committer:
         self, ctx: Context, ballot: Ballot, stages: StageTimer, on_commit: Callable[[Committed], None]
     ) -> None:
         self._ctx, self._ballot, self._stages, self._on_commit = ctx, ballot, stages, on_commit
-        self._transfer_s = 0.0
+        self.transfer_s = 0.0
+        """Seconds from the plan to the commit, in the last round that included this node; 0.0 before the first."""
         self._adopting = asyncio.Lock()
         self._signed: dict[tuple[str, int], str] = {}
         """The outcome of this round that each (signer, attempt) has signed. A second outcome evicts the signer."""
@@ -86,11 +86,6 @@ class Committer:
         """The last round that this process may have contributed to on a chain that it has left since."""
         self._present_since: int | None = None
         """The count of this process's suspensions at the last round that it took part in; None before the first."""
-
-    @property
-    def transfer_s(self) -> float:
-        """Seconds from the plan to the commit, in the last round that included this node; 0.0 before the first."""
-        return self._transfer_s
 
     async def adopt(self, proof: Proof, committed_at_s: float | None = None, *, is_behind: bool = False) -> bool:
         """Check a proof and take its outer step. Returns False if the proof is not for this node's next round.
@@ -164,8 +159,7 @@ class Committer:
                     return True  # A peer delivered the round first.
                 self.check_round(outcome, joins)
                 hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
-                layout = ctx.rules.result_layout_at(outcome.round)
-                ctx.results.hold(hashes, await asyncio.to_thread(_load, ctx.chain.store, proof, layout))
+                ctx.results.hold(hashes, await asyncio.to_thread(ctx.chain.store.load, proof))
                 _, mean = await self.mean_of(outcome, included, hashes)
                 now_s = ctx.clock()
                 tip = await self._next_tip(proof, outcome, included, mean, now_s)
@@ -316,7 +310,7 @@ class Committer:
         was_paused = ctx.rules.is_paused
         ctx.chain.advance(tip, parent, proof)
         if was_paused:
-            ctx.feedback.stay(tip.head)
+            ctx.feedback.continue_at(tip.head)
         else:
             ctx.feedback.round_over(outcome.round, split_hashes(proof.hashes), tip.head)
         if ctx.manifest_rules.is_rolled_back(tip):
@@ -333,7 +327,7 @@ class Committer:
         # In overlapped runs, `committed_at_s` is when the leader offered its contribution.
         late_s = stage_s.get("commit", 0.0) if ctx.rules.overlapped else ctx.clock() - committed_at_s
         if offered and included:
-            self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
+            self.transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
         fetch_s = max(0.0, late_s)
         self._on_commit(Committed(tip, outcome, included, offered, stage_s, fetch_s, is_replayed, is_behind, mean_norm))
         for attempt in attempts:
@@ -388,11 +382,3 @@ class Committer:
         if is_mine and self._ctx.rules.overlapped:
             return ballot.offered_at_s
         return max(committed_at_s, ballot.offered_at_s) if is_mine else committed_at_s
-
-
-def _load(store: ResultStore, proof: Proof, layout: ChunkLayout) -> list[bytes]:
-    """Load the chunks of a stored result and check each one. Raises OSError, ValueError, PeerError."""
-    chunks = store.load(proof)
-    for chunk, data in enumerate(chunks):
-        layout.check(chunk, data)
-    return chunks

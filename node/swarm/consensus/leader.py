@@ -73,11 +73,11 @@ class Leader:
                 accepted = await self._claimed(attempt, doubted) or fresh
             proof = await self._ratify(attempt, accepted)
         except SwarmError as exc:
-            self._give_up(attempt, exc)
+            self._ballot.give_up(attempt, exc)
             return
         except Exception as exc:  # This is the root of the task. Without it, the others would wait for ever.
             logger.exception("This node failed to lead attempt %d of a round.", attempt.number)
-            self._give_up(attempt, RoundFailed(f"the leader failed ({type(exc).__name__})"))
+            self._ballot.give_up(attempt, RoundFailed(f"the leader failed ({type(exc).__name__})"))
             return
         await self._commit(attempt, proof)
 
@@ -289,12 +289,11 @@ class Leader:
     async def _averages(self, attempt: Attempt, plan: Plan, included: list[str]) -> tuple[dict[int, bytes], list[str]]:
         """Return the hash of each chunk's mean, and the members whose sums of squares contradict their signed norm."""
         message = Message(attempt.key | {"included": included})
-        busy = [peer for peer in plan.reducers if plan.chunks_of(peer)]
-        replies = await self._ask_all(attempt, busy, "average", message, self._ctx.rules.bulk_s)
         hashes: dict[int, bytes] = {}
         squares: list[list[float]] = []
-        if not busy:  # The run is paused, so there is nothing to average.
+        if not plan.owners:  # The run is paused, so there is nothing to average.
             return hashes, []
+        replies = await self._ask_all(attempt, plan.reducers, "average", message, self._ctx.rules.bulk_s)
         for peer, reply in replies.items():
             chunks = plan.chunks_of(peer)
             given = _values(bytes, reply.header.get("hashes"), len(chunks))
@@ -367,10 +366,6 @@ class Leader:
         attempt.proof = proof
         attempt.tell()
         await self._committer.adopt(proof)
-
-    def _give_up(self, attempt: Attempt, error: SwarmError) -> None:
-        """Go to the next attempt. The members learn the reason when they attend."""
-        self._ballot.give_up(attempt, error)
 
     async def _ask_all(
         self, attempt: Attempt, peers: Sequence[str], verb: str, message: Message, timeout_s: float
