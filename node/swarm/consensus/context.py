@@ -39,8 +39,6 @@ SLOWEST_BYTES_PER_S = 200_000.0
 """The slowest uplink that a run supports: 2 Mbit/s, less headers (`rate_limiter.OVERHEAD_RATIO`) and other traffic."""
 FIXED_S = 15.0
 """The constant part of the timeout of a bulk transfer."""
-MOST_KNOWN = 16
-"""Limit on the rounds whose rules are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +130,8 @@ class AmendedRules:
         """`make` makes the rules of settings."""
         self.charter = charter
         self._of_terms = lru_cache(maxsize=8)(partial(self._make, make))
-        self._known: dict[tuple[bytes, int], Rules] = {}
-        """The newest rules, by list of amendments and round, because each step of a round needs them."""
+        self.at = lru_cache(maxsize=16)(self._at)
+        """The rules of a round, as `Rules.at`. Each step of a round needs them."""
         self.bounds = lru_cache(maxsize=8)(self._bounds)
         """The bounds from each round on at which the rules may change, by list of amendments."""
 
@@ -141,13 +139,8 @@ class AmendedRules:
         """The rounds at which the rules may change."""
         return schedule_of(self.charter.settings, amendments).starts
 
-    def at(self, amendments: bytes, round_: int) -> Rules:
-        """The rules of a round, as `Rules.at`."""
-        if (known := self._known.get((amendments, round_))) is not None:
-            return known
-        rules = self._of_terms(self.charter.terms_at(amendments, round_))
-        self._known = {**dict(list(self._known.items())[-MOST_KNOWN:]), (amendments, round_): rules}
-        return rules
+    def _at(self, amendments: bytes, round_: int) -> Rules:
+        return self._of_terms(self.charter.terms_at(amendments, round_))
 
     def _bounds(self, amendments: bytes) -> tuple[tuple[int, Bounds], ...]:
         return tuple((start, self.at(amendments, start).bounds) for start in self.starts(amendments))
