@@ -191,8 +191,7 @@ class SwarmMember:
         profiles = ProfileTable(wire.peer_id, self._credited)
         self.profiles = ProfileExchange(wire, peer_table, profiles, options.data_dir, self._rng)
         self._in_container, self._invite_note = is_container(), ""
-        self._began_at_s = asyncio.get_running_loop().time()
-        self._surroundings_at_s = -SURROUNDINGS_S
+        self._began_at_s, self._surroundings_at_s = asyncio.get_running_loop().time(), -SURROUNDINGS_S
         self._listening = peer_table.me.addresses
         self._seen: Mapping[str, Sequence[str]] = {}
         self.participant: Participant | None = None
