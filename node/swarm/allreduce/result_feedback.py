@@ -129,7 +129,7 @@ class ResultFeedback:
             self._store.save_feedback([json.dumps({"head": head, "index": index}).encode() + b"\n", *parts])
 
     def continue_at(self, head: str) -> None:
-        """Keep all residuals after a round without contributions. `head` is that of the round."""
+        """Keep all residuals at this head, or take those that an earlier process has saved at it."""
         self._head = head
         if self._saved[0] == head:
             self._kept, self._saved = self._saved[1], ("", {})
