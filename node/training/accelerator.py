@@ -54,7 +54,7 @@ class Accelerator(Protocol):
         return None
 
     def limit_memory(self, device: torch.device, ratio: float) -> None:
-        """Let this process use at most this share of the device's own memory, if it has any."""
+        """Let this process use at most this share of a GPU's memory. Does nothing on a processor."""
         return
 
     def sensors(self, device: torch.device) -> dict[str, float]:
