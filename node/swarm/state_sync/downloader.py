@@ -371,8 +371,8 @@ class Transfer:
         if not self._requests:
             await asyncio.sleep(LOOK_S)
             return
-        done, _ = await asyncio.wait(self._requests, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        await asyncio.wait(self._requests, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in [task for task in self._requests if task.done()]:
             request = self._requests.pop(task)
             error = None if task.cancelled() else task.exception()
             if isinstance(error, PeerError):
