@@ -9,8 +9,8 @@ WINDOWED_BYTES acknowledges all of them, and the sender keeps to a `SendWindow`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -282,6 +282,22 @@ async def _read_blobs(
                     acknowledger.add(len(piece))
             blobs.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
     return blobs
+
+
+@asynccontextmanager
+async def ended_by_stall(sending: asyncio.Task[int]) -> AsyncIterator[None]:
+    """Raise TimeoutError in the block as soon as the peer reads a request too slowly, because no answer will come."""
+    async with asyncio.timeout(None) as answer:
+
+        def check(sent: asyncio.Task[int]) -> None:
+            if not sent.cancelled() and isinstance(sent.exception(), TimeoutError):
+                answer.reschedule(0.0)
+
+        sending.add_done_callback(check)
+        try:
+            yield
+        finally:
+            sending.remove_done_callback(check)
 
 
 async def linger(reader: Reader) -> None:

@@ -41,7 +41,16 @@ from node.swarm.transport.control import ControlClient, log_task_errors
 from node.swarm.transport.dht import DAEMON_ERRORS, Dht, attach, open_directory, open_run_dht
 from node.swarm.transport.dialing import find_listener
 from node.swarm.transport.encrypted_stream import DecryptionFailed, EncryptedStream, Handshake
-from node.swarm.transport.framing import Reader, Writer, abort, linger, read_message, write_message, write_reply
+from node.swarm.transport.framing import (
+    Reader,
+    Writer,
+    abort,
+    ended_by_stall,
+    linger,
+    read_message,
+    write_message,
+    write_reply,
+)
 from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.relay import MAX_CIRCUITS, Relay, accept_circuit, open_circuit
@@ -292,8 +301,9 @@ class Libp2pWire:
         request = write_message(writer, call.header, call.blobs, self.upload_limiter, window, longest)
         sending, is_sent = asyncio.create_task(request), False
         try:
-            limiter = self.download_limiter
-            status, reply, size = await read_message(ends, at_most(call.max_reply_bytes), limiter, call.first_s, window)
+            async with ended_by_stall(sending):
+                limits = at_most(call.max_reply_bytes), self.download_limiter, call.first_s
+                status, reply, size = await read_message(ends, *limits, window)
             self.traffic.received_bytes[channel] += size
             if status == "ok":
                 sent_bytes = await sending
