@@ -16,10 +16,9 @@ def test_every_simulated_member_is_in_at_least_every_second_round() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(1000, 1020, 20))
-def test_every_member_is_in_at_least_every_second_round_for_more_seeds(first: int) -> None:
+def test_every_member_is_in_at_least_every_second_round_for_more_seeds() -> None:
     """`make participation` runs thousands."""
-    failed = [seed for seed in range(first, first + 20) if run_seed(seed).violations]
+    failed = [seed for seed in range(1000, 1020) if run_seed(seed).violations]
     assert failed == [], "python -m tests.simulation.participation --seed N shows the messages"
 
 

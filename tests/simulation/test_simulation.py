@@ -82,10 +82,9 @@ def test_progress_is_not_promised_if_half_of_the_living_contributors_are_hostile
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(1450, 1550, 100))
-def test_none_of_many_simulated_seeds_violates_an_invariant(first: int) -> None:
+def test_none_of_many_simulated_seeds_violates_an_invariant() -> None:
     """`make simulate` runs thousands."""
-    failed = [seed for seed in range(first, first + 100) if simulate(draw(seed))[0].violations]
+    failed = [seed for seed in range(1450, 1550) if simulate(draw(seed))[0].violations]
     assert failed == [], "python -m tests.simulation --seed N shows the messages"
 
 
