@@ -216,7 +216,7 @@ class InProcessWire:
                 raise PeerError("a header is longer than allowed", code="bad_size")
             with ExitStack() as held:
                 limit = self._call_limiter.limit_call(self._services, caller, held)
-                verb, header, sizes = unpack_header(request, limit)
+                verb, header, sizes, _ = unpack_header(request, limit)
                 service = self._services[verb]
                 if caller != self.peer_id:
                     await _pass(self.download_limiter, sum(sizes))

@@ -502,6 +502,8 @@ def test_sockets_of_a_caller_that_stops_reading_are_freed(swarm: Swarm, monkeypa
     held = caller.do(stall_often())
     wait_until(lambda: not server.wire._streams)  # type: ignore[attr-defined]
     wait_until(lambda: open_files() <= before + len(held))
+    sent_bytes = server.wire.traffic.sent_bytes[Channel.STATE]
+    assert sent_bytes >= len(held) * read_bytes, "the bytes of replies that broke off count, too"
     for writer in held:
         caller.loop.call_soon_threadsafe(writer.transport.abort)
     assert_answers(caller, server)
@@ -536,6 +538,8 @@ def test_calls_to_a_peer_that_stops_reading_end_and_free_their_sockets(
         refused = caller.do(call_often())
         assert time.monotonic() - began_s < WAIT_S / 3
         assert [getattr(error, "code", "") for error in refused] == calls * ["timeout"]
+        assert sum(caller.wire.traffic.sent_bytes.values()) >= read_bytes, "the bytes of broken calls count, too"
+        assert server.wire.traffic.received_bytes[Channel.REDUCE] >= read_bytes
         wait_until(lambda: open_files() <= before + calls)  # The server's sockets are open until it reads again.
     finally:
         resumed.set()

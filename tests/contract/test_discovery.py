@@ -23,7 +23,7 @@ from node.swarm.membership.discovery import RECORD_LIFE_S, REDIALED, Discovery, 
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.peer_table import PURPOSE, PeerRecord, PeerTable, sign_record
 from node.swarm.transport.address_scope import MAX_DIALED, Endpoint, parse_endpoint
-from node.swarm.transport.dialing import MAX_LOOKUPS, resolve
+from node.swarm.transport.dialing import MAX_LOOKUPS, MAX_LOOKUPS_PER_PEER, resolve
 from node.swarm.transport.libp2p import CONNECT_TIMEOUT_S
 from node.swarm.transport.p2pd import DaemonOptions, start_daemon
 from node.swarm.transport.wire import Message
@@ -393,6 +393,24 @@ def test_strangers_do_not_use_up_the_name_lookups_of_this_node(monkeypatch: pyte
         assert [set(found) for found in asyncio.run(look())] == [set(), {"127.0.0.1"}, {"127.0.0.1"}]
     finally:
         over.set()
+
+
+def test_all_names_of_bootstrap_peers_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def look_up(host: str, *_: object) -> list[object]:
+        asked.append(host)
+        time.sleep(0.2)
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    names = [f"n{number}.example" for number in range(2 * MAX_LOOKUPS_PER_PEER)]
+
+    async def look() -> None:
+        await asyncio.gather(*(resolve(endpoint(name), 5.0) for name in names))
+
+    asyncio.run(look())
+    assert sorted(asked) == sorted(names)
 
 
 def test_name_lookup_for_which_there_is_no_thread_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -14,7 +15,9 @@ import pytest
 from node.errors import PeerError
 from node.status import Channel
 from node.swarm.transport import libp2p as p2p
+from node.swarm.transport.encrypted_stream import KEY_BYTES
 from node.swarm.transport.libp2p import Libp2pWire
+from node.swarm.transport.relay import _write_frame
 from node.swarm.transport.wire import Message, NoRoutes, Service
 from tests.contract.harness import Host, Swarm, wait_until
 from tests.contract.test_calls import LIMIT_BYTES, ask, assert_answers, echo, refusal
@@ -117,6 +120,54 @@ def test_relayed_call_to_a_hanging_peer_times_out(swarm: Swarm) -> None:
     pair = RelayedPair(swarm, relays=2, hang=hang)
     assert refusal(pair.caller, pair.target_id, "hang", timeout_s=1.0) == "timeout"
     assert calls == [pair.caller.peer_id], "it is not repeated over the other relay"
+
+
+@pytest.mark.only_over("p2p", "the local transport has no streams")
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_peer_that_begins_no_answer_is_not_asked_again_over_its_relays(swarm: Swarm, *, is_hidden: bool) -> None:
+    calls = []
+
+    async def hang(caller: str, message: Message) -> Message:
+        calls.append(caller)
+        await asyncio.sleep(60)
+        return Message()
+
+    if is_hidden:
+        pair = RelayedPair(swarm, relays=2, hang=hang)
+        caller, server = pair.caller, pair.server
+    else:
+        caller, server, relay = swarm.introduced_hosts(3)
+        for host in (caller, server, relay):
+            host.wire.routes = StaticRoutes([relay.peer_id])
+            host.wire.serve({"hang": Service(hang, Channel.REDUCE, LIMIT_BYTES)})
+    began_s = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        caller.do(caller.wire.call(server.peer_id, "hang", Message(), timeout_s=20.0, first_s=1.0))
+    assert (caught.value.code, len(calls)) == ("timeout", 1)
+    assert time.monotonic() - began_s < 5.0
+
+
+@pytest.mark.only_over("p2p", "the local transport has no streams")
+def test_relay_that_invents_callers_has_no_more_circuits(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p, "MAX_CIRCUITS", 5)
+    hostile, server = swarm.introduced_hosts(2)
+    assert isinstance(hostile.wire, Libp2pWire) and isinstance(server.wire, Libp2pWire)
+    wire, streams = hostile.wire, server.wire._streams
+
+    async def open_circuits() -> list[asyncio.StreamWriter]:
+        writers = []
+        for number in range(12):
+            _, writer = await wire._open(server.peer_id, p2p.RELAYED_PROTOCOL)
+            _write_frame(writer, [f"peer {number}", os.urandom(KEY_BYTES)])
+            writers.append(writer)
+        return writers
+
+    writers = hostile.do(open_circuits())
+    wait_until(lambda: sum("peer" in label for label in streams.values()) >= 5)
+    time.sleep(0.5)
+    assert len(streams) <= 6
+    for writer in writers:
+        hostile.loop.call_soon_threadsafe(writer.transport.abort)
 
 
 @pytest.mark.only_over("p2p", "peers in one process are not dialed")

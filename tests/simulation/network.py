@@ -358,7 +358,7 @@ class SimulatedWire:
     async def answer(self, caller: str, request: bytes, blobs: Sequence[bytes]) -> Message:
         try:
             with ExitStack() as held:
-                verb, header, _ = unpack_header(request, self.call_limiter.limit_call(self.services, caller, held))
+                verb, header, *_ = unpack_header(request, self.call_limiter.limit_call(self.services, caller, held))
                 return await run_handler(self.services[verb], caller, Message(header, blobs), held)
         except SwarmError as exc:
             self.traffic.reject(exc)

@@ -234,6 +234,10 @@ def test_routing_table_keeps_one_id_of_each_peer_and_a_bounded_number_of_them(mo
     for _ in range(10):
         table.add_or_update_node(newest := DHTID.generate(), peers[0])
     assert dict(table.uid_to_peer_id) == {newest: peers[0]}
+    for claimed in (newest, DHTID.generate()):  # Another peer claims this id, and then takes one of its own.
+        table.add_or_update_node(claimed, peers[1])
+        table.add_or_update_node(mine := DHTID.generate(), peers[0])
+        assert table.get(peer_id=peers[0]) == mine
     for peer in peers:
         table.add_or_update_node(DHTID.generate(), peer)
     assert len(table.uid_to_peer_id) == 50 and table.get(peer_id=peers[0]) is not None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 
 import pytest
 
 from node.errors import PeerError
+from node.status import Channel
 from node.swarm.transport import framing as streams
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.send_window import PathHistory, SendWindow
-from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, at_most, pack_header
+from node.swarm.transport.wire import MAX_HEADER_BYTES, ByteCounter, Message, Traffic, at_most, pack_header
 from tests.event_loop import run_in_virtual_time
 from tests.unit.memory_stream import Pipe
 
@@ -45,7 +47,8 @@ def read_from(
         feeding = asyncio.create_task(feed())
         try:
             limiter = RateLimiter(clock, mbit_s)
-            _, message, _ = await streams.read_message((reader, Pipe()), at_most(max(size, longest)), limiter)
+            limit = at_most(max(size, longest))
+            _, message = await streams.read_message((reader, Pipe()), limit, limiter, ByteCounter(Traffic()))
         except TimeoutError:
             return 0, clock()
         finally:
@@ -103,7 +106,7 @@ def test_long_headers_do_not_delay_bulk_transfers() -> None:
             reader = asyncio.StreamReader()
             reader.feed_data(len(header).to_bytes(4, "big") + header)
             with pytest.raises(PeerError):
-                await streams.read_message((reader, Pipe()), at_most(0), limiter)
+                await streams.read_message((reader, Pipe()), at_most(0), limiter, ByteCounter(Traffic()))
 
         strangers = [asyncio.create_task(send_header()) for _ in range(16)]
         await asyncio.sleep(0.1)
@@ -123,11 +126,13 @@ def test_message_with_a_header_of_any_length_arrives(text_bytes: int) -> None:
         message, writer, reader = Message({"text": "x" * text_bytes}, [b"blob"]), Pipe(), asyncio.StreamReader()
         window = SendWindow(clock, PathHistory(clock))
         header, limiter = pack_header("verb", message), RateLimiter(clock, 8.0)
-        size = await streams.write_message(writer, header, message.blobs, limiter, window)
+        traffic = Traffic()
+        counter = ByteCounter(traffic)
+        await streams.write_message(writer, header, message.blobs, limiter, window, counter)
         reader.feed_data(bytes(writer.data))
-        verb, received, received_bytes = await streams.read_message((reader, Pipe()), at_most(10), limiter)
+        verb, received = await streams.read_message((reader, Pipe()), at_most(10), limiter, counter)
         assert (verb, received.header, list(received.blobs)) == ("verb", message.header, [b"blob"])
-        assert size == received_bytes == len(writer.data)
+        assert traffic.sent_bytes[Channel.DHT] == traffic.received_bytes[Channel.DHT] == len(writer.data)
 
     run_in_virtual_time(pass_on())
 
@@ -151,13 +156,51 @@ def test_heartbeat_with_many_records_does_not_wait_for_bulk_under_a_rate_limit(i
         began_s = clock()
         if is_upload:
             window = SendWindow(clock, PathHistory(clock))
-            await streams.write_message(Pipe(), header, RECORDS.blobs, limiter, window)
+            await streams.write_message(Pipe(), header, RECORDS.blobs, limiter, window, ByteCounter(Traffic()))
         else:
             reader = asyncio.StreamReader()
             reader.feed_data(len(header).to_bytes(4, "big") + header + b"".join(RECORDS.blobs))
-            await streams.read_message((reader, Pipe()), at_most(2**20), limiter)
+            await streams.read_message((reader, Pipe()), at_most(2**20), limiter, ByteCounter(Traffic()))
         took_s = clock() - began_s
         await cancel(bulk)
         return took_s
 
     assert run_in_virtual_time(send_heartbeat()) < 0.5
+
+
+def test_stream_whose_other_end_reads_no_more_is_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain close would keep the socket until the other end has read all of it."""
+    monkeypatch.setattr(streams, "STALL_S", 0.2)
+
+    async def close() -> None:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        writer.write(bytes(2**20))
+        streams.close(writer)
+        await asyncio.sleep(0.05)
+        assert ours.fileno() != -1, "the other end may still read"
+        await asyncio.sleep(0.5)
+        assert ours.fileno() == -1
+        theirs.close()
+
+    asyncio.run(close())
+
+
+def test_request_that_stalls_as_its_answer_arrives_logs_no_error() -> None:
+    errors: list[object] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _loop, context: errors.append(context))
+        answered: asyncio.Future[None] = loop.create_future()
+
+        async def stall() -> None:
+            answered.set_result(None)
+            raise TimeoutError
+
+        async with streams.ended_by_stall(asyncio.create_task(stall())):
+            await answered
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert errors == []

@@ -21,7 +21,7 @@ from node.swarm.transport.send_window import (
     SendWindow,
     milliseconds,
 )
-from node.swarm.transport.wire import Message, at_most, pack_header
+from node.swarm.transport.wire import ByteCounter, Message, Traffic, at_most, pack_header
 from tests.event_loop import run_in_virtual_time
 
 T = TypeVar("T")
@@ -75,19 +75,21 @@ async def call(there: Line, back: Line, body: bytes, answer: bytes) -> tuple[byt
     """Make one call with real framing. Returns the bodies as they arrive."""
     clock = asyncio.get_running_loop().time
     limiter, request, reply = RateLimiter(clock), Pipe(there), Pipe(back)
+    counter = ByteCounter(Traffic())
 
     async def serve() -> bytes:
         ends = request.reader, reply
-        _, message, _ = await framing.read_message(ends, at_most(2**40), limiter)
+        _, message = await framing.read_message(ends, at_most(2**40), limiter, counter)
         window = SendWindow(clock, back.path)
-        await framing.write_reply(ends, pack_header("ok", Message(blobs=[answer])), [answer], limiter, window)
+        await framing.write_reply(ends, pack_header("ok", Message(blobs=[answer])), [answer], limiter, window, counter)
         assert window.in_flight_bytes == 0, "all has arrived when the server closes its stream"
         return bytes(message.blobs[0])
 
     serving = asyncio.create_task(serve())
     window, header = SendWindow(clock, there.path), pack_header("verb", Message(blobs=[body]))
-    sending = asyncio.create_task(framing.write_message(request, header, [body], limiter, window))
-    _, message, _ = await framing.read_message((reply.reader, request), at_most(2**40), limiter, None, window)
+    sending = asyncio.create_task(framing.write_message(request, header, [body], limiter, window, counter))
+    ends = reply.reader, request
+    _, message = await framing.read_message(ends, at_most(2**40), limiter, counter, None, window)
     await sending
     return await serving, bytes(message.blobs[0])
 
@@ -181,8 +183,9 @@ def test_reply_fails_if_the_caller_closes_its_stream() -> None:
         answer = bytes(10 * MIN_WINDOW_BYTES)
         asyncio.get_running_loop().call_later(0.5, request.close)
         ends, header, limiter = (request.reader, reply), pack_header("ok", Message(blobs=[answer])), RateLimiter(clock)
+        window, counter = SendWindow(clock, PathHistory(clock)), ByteCounter(Traffic())
         with pytest.raises(ConnectionResetError, match="has closed the stream"):
-            await framing.write_reply(ends, header, [answer], limiter, SendWindow(clock, PathHistory(clock)))
+            await framing.write_reply(ends, header, [answer], limiter, window, counter)
         assert clock() < 1.0
 
     run_in_virtual_time(run())
@@ -204,8 +207,9 @@ def test_acknowledgement_is_refused_where_nothing_is_sent() -> None:
     async def run() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data((2**31 + 5).to_bytes(4, "big") + bytes(4))
+        ends, limiter = (reader, Pipe(Line(1.0))), RateLimiter(lambda: 0.0)
         with pytest.raises(PeerError, match="header is longer"):
-            await framing.read_message((reader, Pipe(Line(1.0))), at_most(10), RateLimiter(lambda: 0.0))
+            await framing.read_message(ends, at_most(10), limiter, ByteCounter(Traffic()))
 
     asyncio.run(run())
 

@@ -243,7 +243,7 @@ def _limit_routing_table(table: RoutingTable) -> None:
 
     def add_limited(node_id: DHTID, peer_id: PeerID) -> tuple[DHTID, PeerID] | None:
         known = table.peer_id_to_uid.get(peer_id)
-        if known is not None and known != node_id:
+        if known is not None and known != node_id and table.uid_to_peer_id.get(known) == peer_id:
             del table[known]
         if node_id not in table.uid_to_peer_id and len(table.uid_to_peer_id) >= MOST_NODES:
             return None

@@ -98,7 +98,7 @@ async def resolve(endpoint: Endpoint, timeout_s: float, peer_id: str = "", use: 
         return frozenset({str(endpoint.ip)})
     with _lock:
         running = _lookups[use]
-        if running.total() >= MAX_LOOKUPS or running[peer_id] >= MAX_LOOKUPS_PER_PEER:
+        if running.total() >= MAX_LOOKUPS or (peer_id and running[peer_id] >= MAX_LOOKUPS_PER_PEER):
             return frozenset()
         running[peer_id] += 1
     loop = asyncio.get_running_loop()

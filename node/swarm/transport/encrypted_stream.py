@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from node.swarm.identity import SIGNATURE_BYTES, Identity, verify
-from node.swarm.transport.framing import Reader, Writer, abort
+from node.swarm.transport.framing import Reader, Writer, abort, close
 
 KEY_BYTES = 32
 FRAME_BYTES = 64 * 1024
@@ -99,7 +99,7 @@ class EncryptedStream:
         await self._writer.drain()
 
     def close(self) -> None:
-        self._writer.close()
+        close(self._writer)
 
     def abort(self) -> None:
         abort(self._writer)

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from node.errors import PeerError
 from node.swarm.transport.rate_limiter import RateLimiter
 from node.swarm.transport.send_window import MIN_WINDOW_BYTES, SendWindow, milliseconds
-from node.swarm.transport.wire import MAX_HEADER_BYTES, STALL_S, CheckSize, Message, unpack_header
+from node.swarm.transport.wire import MAX_HEADER_BYTES, STALL_S, ByteCounter, CheckSize, Message, unpack_header
 
 PIECE_BYTES = 256 * 1024
 LIMITED_PIECE_BYTES = 16 * 1024
@@ -62,11 +62,21 @@ class Writer(Protocol):
 
 
 def abort(writer: Writer) -> None:
-    """End a stream at once. `close` keeps its socket until the peer has read what is left, which may be never."""
+    """End a stream at once, although the other end has not read all of it."""
     if isinstance(writer, asyncio.StreamWriter):
         writer.transport.abort()
     else:
         getattr(writer, "abort", writer.close)()
+
+
+def close(writer: Writer) -> None:
+    """Close a stream after the queued data is sent, or after STALL_S.
+
+    `writer.close` alone would keep the socket until the other end has read all of it, which may be never.
+    """
+    if isinstance(writer, asyncio.StreamWriter) and writer.transport.get_write_buffer_size():
+        asyncio.get_running_loop().call_later(STALL_S, writer.transport.abort)
+    writer.close()
 
 
 class _StallTimer:
@@ -106,9 +116,15 @@ class _StallTimer:
 
 
 async def write_message(
-    writer: Writer, header: bytes, blobs: Sequence[bytes], limiter: RateLimiter, window: SendWindow, longest: int = 0
-) -> int:
-    """Send a packed header and blobs. Returns the bytes sent. Raises TimeoutError if the peer reads too slowly.
+    writer: Writer,
+    header: bytes,
+    blobs: Sequence[bytes],
+    limiter: RateLimiter,
+    window: SendWindow,
+    counter: ByteCounter,
+    longest: int = 0,
+) -> None:
+    """Send a packed header and blobs. Raises TimeoutError if the peer reads too slowly.
 
     The caller passes the peer's acknowledgements to `window`. `longest` is the longest body of the verb in bytes.
     """
@@ -119,17 +135,23 @@ async def write_message(
         if not limiter.try_acquire_priority(counted):
             await limiter.acquire(counted)
         writer.write(length + header)
+        counter.sent(4 + len(header))
     else:
         writer.write(length)
-        await _write_pieces(writer, [header], limiter, None)
+        counter.sent(4)
+        await _write_pieces(writer, [header], limiter, None, counter)
     # A heartbeat has a blob for each record. In turns between bulk data, they would take seconds.
     blob_limiter = None if is_small else limiter
-    await _write_pieces(writer, blobs, blob_limiter, window if blob_bytes > WINDOWED_BYTES else None, longest)
-    return 4 + len(header) + blob_bytes
+    await _write_pieces(writer, blobs, blob_limiter, window if blob_bytes > WINDOWED_BYTES else None, counter, longest)
 
 
 async def _write_pieces(
-    writer: Writer, blobs: Sequence[bytes], limiter: RateLimiter | None, window: SendWindow | None, longest: int = 0
+    writer: Writer,
+    blobs: Sequence[bytes],
+    limiter: RateLimiter | None,
+    window: SendWindow | None,
+    counter: ByteCounter,
+    longest: int = 0,
 ) -> None:
     most = LIMITED_PIECE_BYTES if limiter is not None and limiter.bytes_s else PIECE_BYTES
     async with _StallTimer(max(longest, sum(map(len, blobs)))) as timer:
@@ -142,6 +164,7 @@ async def _write_pieces(
                 if window:
                     await timer.wait(window.reserve(len(piece)))
                 writer.write(piece)
+                counter.sent(len(piece))
                 await timer.wait(writer.drain())
         await timer.wait(writer.drain())
 
@@ -152,8 +175,9 @@ async def write_reply(
     blobs: Sequence[bytes],
     limiter: RateLimiter,
     window: SendWindow,
+    counter: ByteCounter,
     longest: int = 0,
-) -> int:
+) -> None:
     """Like `write_message`, but reads the acknowledgements, which are all that the caller still sends, and awaits them.
 
     If the stream were closed before, the data in flight would be lost, because p2pd resets a stream if it cannot
@@ -167,11 +191,10 @@ async def write_reply(
 
     acknowledging = asyncio.create_task(read_acknowledgements())
     try:
-        sent_bytes = await write_message(ends[1], header, blobs, limiter, window, longest)
+        await write_message(ends[1], header, blobs, limiter, window, counter, longest)
         async with _StallTimer(max(longest, window.in_flight_bytes)) as timer:
             while window.in_flight_bytes:
                 await timer.wait(window.progress())
-        return sent_bytes
     finally:
         acknowledging.cancel()
         await asyncio.gather(acknowledging, return_exceptions=True)
@@ -181,10 +204,11 @@ async def read_message(
     ends: tuple[Reader, Writer],
     check_size: CheckSize,
     limiter: RateLimiter,
+    counter: ByteCounter,
     first_s: float | None = None,
     window: SendWindow | None = None,
-) -> tuple[str, Message, int]:
-    """Receive one message. Returns verb or status, message, and bytes received. Checks each size before it is used.
+) -> tuple[str, Message]:
+    """Receive one message. Returns verb or status, and message. Checks each size before it is used.
 
     Args:
         first_s: the timeout of the first bytes.
@@ -192,19 +216,15 @@ async def read_message(
     """
     reader = ends[0]
     length = await _read_length(reader, window, first_s)
-    longest = 0
-
-    def check(verb: str, size: int) -> int:
-        nonlocal longest
-        longest = check_size(verb, size)
-        return longest
-
     if length <= SMALL_BYTES:
         async with _StallTimer(length) as timer:
             packed = await timer.wait(reader.readexactly(length))
     else:
-        (packed,) = await _read_blobs(reader, [length], limiter, None)
-    verb, header, sizes = unpack_header(packed, check)
+        (packed,) = await _read_blobs(reader, [length], limiter, None, counter)
+    try:
+        verb, header, sizes, longest = unpack_header(packed, check_size)
+    finally:
+        counter.received(4 + (length if length <= SMALL_BYTES else 0))
     is_small = length + sum(sizes) <= SMALL_BYTES and limiter.try_acquire_priority(length + sum(sizes))
     if not is_small and length <= SMALL_BYTES:
         # Headers beyond the priority share are not counted. Otherwise strangers could stop this node's bulk data.
@@ -212,11 +232,11 @@ async def read_message(
     acknowledger = _Acknowledger(ends[1]) if sum(sizes) > WINDOWED_BYTES else None
     try:
         blob_limiter = None if is_small else limiter
-        blobs = await _read_blobs(reader, sizes, blob_limiter, acknowledger, longest) if sizes else []
+        blobs = await _read_blobs(reader, sizes, blob_limiter, acknowledger, counter, longest) if sizes else []
     finally:
         if acknowledger:
             acknowledger.flush()
-    return verb, Message(header, blobs), 4 + length + sum(sizes)
+    return verb, Message(header, blobs)
 
 
 async def _read_length(reader: Reader, window: SendWindow | None, first_s: float | None) -> int:
@@ -263,6 +283,7 @@ async def _read_blobs(
     sizes: Sequence[int],
     limiter: RateLimiter | None,
     acknowledger: _Acknowledger | None,
+    counter: ByteCounter,
     longest: int = 0,
 ) -> list[bytes]:
     """Read blobs no faster than the limit allows, which slows the sender down."""
@@ -277,6 +298,7 @@ async def _read_blobs(
                     raise asyncio.IncompleteReadError(b"", size)
                 pieces.append(piece)
                 left -= len(piece)
+                counter.received(len(piece))
                 await timer.pass_limit(limiter, len(piece))
                 if acknowledger:
                     acknowledger.add(len(piece))
@@ -285,13 +307,14 @@ async def _read_blobs(
 
 
 @asynccontextmanager
-async def ended_by_stall(sending: asyncio.Task[int]) -> AsyncIterator[None]:
+async def ended_by_stall(sending: asyncio.Task[None]) -> AsyncIterator[None]:
     """Raise TimeoutError in the block as soon as the peer reads a request too slowly, because no answer will come."""
     async with asyncio.timeout(None) as answer:
 
-        def check(sent: asyncio.Task[int]) -> None:
+        def check(sent: asyncio.Task[None]) -> None:
             if not sent.cancelled() and isinstance(sent.exception(), TimeoutError):
-                answer.reschedule(0.0)
+                with suppress(RuntimeError):  # The answer has come at the same moment.
+                    answer.reschedule(0.0)
 
         sending.add_done_callback(check)
         try:
@@ -300,9 +323,14 @@ async def ended_by_stall(sending: asyncio.Task[int]) -> AsyncIterator[None]:
             sending.remove_done_callback(check)
 
 
-async def linger(reader: Reader) -> None:
+async def linger(reader: Reader, counter: ByteCounter) -> None:
     """Wait until the caller closes, and discard its input. To close while the caller writes would lose the reply."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
-            while await reader.read(PIECE_BYTES):
-                pass
+            await discard(reader, counter)
+
+
+async def discard(reader: Reader, counter: ByteCounter) -> None:
+    """Read until the other end closes, and keep nothing."""
+    while piece := await reader.read(PIECE_BYTES):
+        counter.received(len(piece))

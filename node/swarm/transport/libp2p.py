@@ -45,6 +45,7 @@ from node.swarm.transport.framing import (
     Reader,
     Writer,
     abort,
+    close,
     ended_by_stall,
     linger,
     read_message,
@@ -59,6 +60,7 @@ from node.swarm.transport.wire import (
     MALFORMED_ERRORS,
     MAX_REPLY_BYTES,
     STALL_S,
+    ByteCounter,
     CallLimiter,
     CheckSize,
     Message,
@@ -256,6 +258,8 @@ class Libp2pWire:
                     reply = await self._exchange(ends, call)
                 self._half_open.answered(peer_id)
                 return reply
+            except TimeoutError:
+                raise  # The peer has taken the stream, so a relay would only wait as long again.
             except DAEMON_ERRORS as exc:
                 if not relays:
                     raise
@@ -276,6 +280,9 @@ class Libp2pWire:
                 return await cancel_if_gone(partial(self.routes.is_gone, relay), exchange)
             except _NoCircuit as exc:
                 refusals.append(exc)
+            except TimeoutError:
+                self._bad_relays.add(relay)  # Either the relay or the peer stalls. The next call takes another relay.
+                raise
             except DAEMON_ERRORS as exc:
                 self._bad_relays.add(relay)
                 refusals.append(_NoCircuit(f"the circuit over {relay[-6:]} broke off ({exc!r})", code="no_relay"))
@@ -294,26 +301,24 @@ class Libp2pWire:
         """Send the request, read the reply, and close the stream. Raises PeerError if the peer refuses."""
         writer = ends[1]
         service = self._services.get(call.verb)
-        channel = service.channel if service else Channel.DHT
+        counter = ByteCounter(self.traffic, service.channel if service else Channel.DHT)
         # Sending runs concurrently with reading, because a peer may refuse before it has read the whole request.
         window = self._window(call.peer_id)
         longest = service.max_request_bytes if service else 0
-        request = write_message(writer, call.header, call.blobs, self.upload_limiter, window, longest)
+        request = write_message(writer, call.header, call.blobs, self.upload_limiter, window, counter, longest)
         sending, is_sent = asyncio.create_task(request), False
         try:
             async with ended_by_stall(sending):
-                limits = at_most(call.max_reply_bytes), self.download_limiter, call.first_s
-                status, reply, size = await read_message(ends, *limits, window)
-            self.traffic.received_bytes[channel] += size
+                limit, limiter = at_most(call.max_reply_bytes), self.download_limiter
+                status, reply = await read_message(ends, limit, limiter, counter, call.first_s, window)
             if status == "ok":
-                sent_bytes = await sending
+                await sending
                 is_sent = True
-                self.traffic.sent_bytes[channel] += sent_bytes
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
             if is_sent:
-                writer.close()
+                close(writer)
             else:
                 abort(writer)
         if status != "ok":
@@ -340,7 +345,7 @@ class Libp2pWire:
                 try:
                     return await open_circuit(peer_id, Handshake(self._identity), for_s, ends)
                 except BaseException:
-                    ends[1].close()
+                    close(ends[1])
                     raise
         except DecryptionFailed as exc:
             self.traffic.reject(PeerError(str(exc), code="bad_signature"))
@@ -403,12 +408,14 @@ class Libp2pWire:
         with self._track_stream(f"unproven over {relay}", writer) as task:
 
             def admit(caller: str) -> None:
-                """Count a circuit for the caller that the relay names, as one caller could use up the whole relay."""
+                """Count a circuit for the caller that the relay names, too. One caller could use up the whole relay."""
                 self._streams[task] = f"unproven {caller} over {relay}"
                 self._check_stream_count(self._streams[task])
 
             try:
-                self._check_stream_count(self._streams[task], MAX_CIRCUITS)
+                over = f" over {relay}"
+                if sum(label.endswith(over) for label in self._streams.values()) > MAX_CIRCUITS:
+                    raise PeerError("too many circuits at once", code="busy")
                 async with asyncio.timeout(STALL_S):
                     caller, stream = await accept_circuit(Handshake(self._identity), (reader, writer), admit)
             except DecryptionFailed as exc:
@@ -443,7 +450,7 @@ class Libp2pWire:
             logger.debug("A stream of peer %s ends because this wire is closed.", caller[-6:])
         finally:
             del self._streams[task]
-            writer.close()
+            close(writer)
 
     def _note_stall(self, peer: str) -> None:
         """Close the connection of a peer that often stops reading, which frees the daemon's ends of its streams."""
@@ -456,41 +463,42 @@ class Libp2pWire:
             del self._stalls[peer]
             self._drop_soon(peer)
 
-    def _check_stream_count(self, caller: str, limit: int | None = None) -> None:
-        """Raise PeerError if a caller has more than `limit` streams, or else STREAMS_PER_CALLER."""
-        if list(self._streams.values()).count(caller) > (STREAMS_PER_CALLER if limit is None else limit):
+    def _check_stream_count(self, caller: str) -> None:
+        """Raise PeerError if a caller has more than STREAMS_PER_CALLER streams."""
+        if list(self._streams.values()).count(caller) > STREAMS_PER_CALLER:
             raise PeerError("too many calls at once", code="busy")
 
     async def _answer(self, caller: str, reader: Reader, writer: Writer) -> None:
         """Answer one call of an authenticated peer."""
-        channel, longest = Channel.DHT, 0
+        counter, longest = ByteCounter(self.traffic), 0
         with ExitStack() as held:
             try:
                 self._check_stream_count(caller)
-                limit = self._limit_call(caller, held)
-                verb, message, size = await read_message((reader, writer), limit, self.download_limiter, STALL_S)
+                limit, ends = self._limit_call(caller, held, counter), (reader, writer)
+                verb, message = await read_message(ends, limit, self.download_limiter, counter, STALL_S)
                 service = self._services[verb]
-                channel, longest = service.channel, service.max_reply_bytes
-                self.traffic.received_bytes[channel] += size
+                longest = service.max_reply_bytes
                 reply = await run_handler(service, caller, message, held)
                 header, blobs = pack_header("ok", reply), reply.blobs
             except SwarmError as exc:
                 self.traffic.reject(exc)
                 logger.debug("A call of peer %s was refused: %s", caller[-6:], exc)
                 header, blobs = pack_header(exc.code, Message({"error": str(exc)})), ()
-            # `+= await` would read the total before the wait, and lose the bytes that other streams add meanwhile.
-            window = self._window(caller)
-            sent_bytes = await write_reply((reader, writer), header, blobs, self.upload_limiter, window, longest)
-            self.traffic.sent_bytes[channel] += sent_bytes
-        await linger(reader)
+            window, limiter = self._window(caller), self.upload_limiter
+            await write_reply((reader, writer), header, blobs, limiter, window, counter, longest)
+        await linger(reader, counter)
 
-    def _limit_call(self, caller: str, held: ExitStack) -> CheckSize:
-        """Like `CallLimiter.limit_call`, but the caller's connection also stays open during a call with bulk data."""
+    def _limit_call(self, caller: str, held: ExitStack, counter: ByteCounter) -> CheckSize:
+        """Like `CallLimiter.limit_call`, but the caller's connection also stays open during a call with bulk data.
+
+        Tells `counter` the channel of the call.
+        """
         limit_call = self._call_limiter.limit_call(self._services, caller, held)
 
         def enter(verb: str, size: int) -> int:
             longest = limit_call(verb, size)
-            if self._services[verb].channel is not Channel.DHT:
+            counter.channel = self._services[verb].channel
+            if counter.channel is not Channel.DHT:
                 held.enter_context(self._half_open.bulk(caller))
             return longest
 

@@ -26,9 +26,9 @@ from node.errors import PeerError
 from node.host.printable import printable
 from node.status import Channel
 from node.swarm.transport.encrypted_stream import KEY_BYTES, EncryptedStream, Handshake
-from node.swarm.transport.framing import LIMITED_PIECE_BYTES, Reader, Writer, abort, linger
+from node.swarm.transport.framing import LIMITED_PIECE_BYTES, Reader, Writer, abort, close, discard, linger
 from node.swarm.transport.rate_limiter import RateLimiter
-from node.swarm.transport.wire import STALL_S, Traffic
+from node.swarm.transport.wire import STALL_S, ByteCounter, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +144,12 @@ class Relay:
                     _write_frame(writer, ["ok", ""])
                     await self._pipe(ends, target_ends, circuit, min(for_s + HANDSHAKE_S, MAX_CIRCUIT_S))
                 finally:
-                    target_ends[1].close()
+                    close(target_ends[1])
         except PeerError as exc:
             self._traffic().reject(exc)
             _write_frame(writer, [exc.code, str(exc)[:200]])
             await writer.drain()
-            await linger(reader)
+            await linger(reader, self._counter())
 
     async def _read_request(
         self, caller: str, check: Callable[[str, str], None], reader: Reader
@@ -217,8 +217,7 @@ class Relay:
                 forward.cancel()
                 await asyncio.gather(forward, return_exceptions=True)
                 async with asyncio.timeout(FLUSH_S):
-                    while await caller[0].read(PIECE_BYTES):
-                        pass
+                    await discard(caller[0], self._counter())
         finally:
             for task in (forward, back, ended):
                 task.cancel()
@@ -227,8 +226,11 @@ class Relay:
                 if not copying.cancelled() and isinstance(copying.exception(), TimeoutError):
                     abort(writer)
 
+    def _counter(self) -> ByteCounter:
+        return ByteCounter(self._traffic(), Channel.RELAY)
+
     async def _copy(self, reader: Reader, writer: Writer, circuit: _Circuit) -> None:
-        copied_bytes = 0
+        copied_bytes, counter = 0, self._counter()
         while True:
             is_limited = any(limiter.bytes_s for limiter in self._limiters)
             piece = await reader.read(LIMITED_PIECE_BYTES if is_limited else PIECE_BYTES)
@@ -242,10 +244,10 @@ class Relay:
             elif is_limited:
                 await asyncio.gather(*(limiter.acquire(len(piece)) for limiter in self._limiters))
             copied_bytes += len(piece)
-            self._traffic().received_bytes[Channel.RELAY] += len(piece)
+            counter.received(len(piece))
             writer.write(piece)
             # Count before the wait: an end that has received everything closes, which cancels this task.
-            self._traffic().sent_bytes[Channel.RELAY] += len(piece)
+            counter.sent(len(piece))
             async with asyncio.timeout(STALL_S):
                 await writer.drain()
             circuit.moved_at_s = self._clock()

@@ -160,6 +160,21 @@ class Traffic:
             self.rejected[error.code] += 1
 
 
+@dataclass(slots=True)
+class ByteCounter:
+    """Counts the bytes of one stream while they move, so that those of a broken transfer count as well."""
+
+    traffic: Traffic
+    channel: Channel = Channel.DHT
+    """Set as soon as the verb of a request is known."""
+
+    def sent(self, size: int) -> None:
+        self.traffic.sent_bytes[self.channel] += size
+
+    def received(self, size: int) -> None:
+        self.traffic.received_bytes[self.channel] += size
+
+
 class Routes(Protocol):
     """Tells a wire which relays to use, and which calls to relay."""
 
@@ -316,8 +331,11 @@ def pack_header(verb: str, message: Message) -> bytes:
         raise PeerError(f"a message {verb!r} cannot be sent ({exc})", code="internal") from exc
 
 
-def unpack_header(data: bytes, check_size: CheckSize) -> tuple[str, dict[str, Any], list[int]]:
-    """Decode a peer's header into verb, header and blob sizes. Raises PeerError for anything out of bounds."""
+def unpack_header(data: bytes, check_size: CheckSize) -> tuple[str, dict[str, Any], list[int], int]:
+    """Decode a peer's header into verb, header, blob sizes and what `check_size` returns.
+
+    Raises PeerError for anything out of bounds.
+    """
     limits = {"strict_map_key": True, "max_map_len": 4096, "max_array_len": MAX_ITEMS}
     count = _ItemCount()
     try:
@@ -330,8 +348,7 @@ def unpack_header(data: bytes, check_size: CheckSize) -> tuple[str, dict[str, An
         raise PeerError("a message is nested too deep")
     if len(sizes) > MAX_BLOBS or not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise PeerError("a message has blobs of impossible size", code="bad_size")
-    check_size(verb, sum(sizes))
-    return verb, header, sizes
+    return verb, header, sizes, check_size(verb, sum(sizes))
 
 
 class _ItemCount:
