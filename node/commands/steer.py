@@ -71,12 +71,17 @@ def read_sources(config: Config, changes: dict[str, Any]) -> dict[str, Any]:
     """
     if not changes.keys() & {"data.sources", "data.held_out_source"}:
         return changes
+    from node.config.amendments import schedule_of
     from node.config.manifest import manifest_of
+    from node.training.checkpoint import CheckpointStore
     from node.training.hub import pinned
     from node.training.text import open_text
 
+    data_dir = config.node.data_dir
+    accepted, _ = CheckpointStore(data_dir / "checkpoints", keep=1).newest_amendments()
     try:
-        run = pinned(changed(manifest_of(config.node.data_dir).run, changes))
+        last = schedule_of(manifest_of(data_dir).run, accepted.encode()).terms[-1].run
+        run = pinned(changed(last, changes))
     except AmendmentError as exc:
         raise UsageError(f"These sources do not fit the other settings of the run: {exc}.") from exc
     open_text(run, config.node.text_folder, config.node.hub_cache).held_out()

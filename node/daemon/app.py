@@ -249,11 +249,16 @@ async def _run_until_end(
     running = asyncio.create_task(supervisor.run())
     loop = asyncio.get_running_loop()
 
+    was_interrupted = False
+
     def handle_signal(number: signal.Signals) -> None:
+        nonlocal was_interrupted
         if running.done():
             return
-        if supervisor.is_leaving and number is signal.SIGINT:
-            supervisor.kill_worker()
+        if number is signal.SIGINT:
+            if was_interrupted:
+                supervisor.kill_worker()
+            was_interrupted = True
         supervisor.shut_down()
 
     signals = [signal.SIGTERM, signal.SIGINT]

@@ -172,15 +172,18 @@ class DataDirectory:
         self._on_problem(problem)
 
     def load_counters(self) -> SavedCounters | None:
-        """The stored totals; None if there are none or the file is damaged."""
+        """The stored totals, or those of the newest checkpoint that can be read; None if there are none."""
         file = self.path / COUNTERS_FILE
         try:
             return SavedCounters.model_validate_json(file.read_bytes())
         except FileNotFoundError:
-            return None
+            pass
         except (OSError, ValidationError) as exc:
             logger.warning("%s cannot be read (%s), so the totals are those of the newest checkpoint.", file, exc)
-            return None
+        for meta in sorted(self.path.glob("checkpoints/round-[0-9]*/meta.json"), reverse=True):
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                return SavedCounters.model_validate(json.loads(meta.read_bytes())["body"]["extra"]["ledger"])
+        return None
 
     def save_counters(self, saved: SavedCounters) -> None:
         """Write the totals. Blocks. There is no fsync, because after a power cut a checkpoint's totals suffice."""

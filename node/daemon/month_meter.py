@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from node.host.files import write_whole
-from node.status import Activity, Counters, DeviceInfo, MonthUsage, Phase, Report, Value, rfc3339
+from node.status import Activity, Counters, DeviceInfo, MonthUsage, Report, Value, rfc3339
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,6 @@ GAP_S = 60.0
 """If two reports are further apart, the energy between them is not counted, because the device did other things."""
 CORE_WATTS, GPU_WATTS = 8.0, 200.0
 """Estimated power of a busy core and of a busy GPU without a meter. Real machines differ by half of it."""
-UNSETTLED = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
-"""A worker in these phases may not have read its checkpoint yet."""
 WORK = (Activity.COMPUTE, Activity.EVALUATE)
 
 
@@ -48,13 +46,10 @@ class MonthMeter:
         threads: Callable[[], int],
         known: Counters | None = None,
     ) -> None:
-        """`known` are the totals before this start; without them, the checkpoint may know more than the first report.
-        `threads` is the number of cores that compute."""
+        """`known` are the totals before this start. `threads` is the number of cores that compute."""
         self._file, self._clock, self._zone, self._monotonic_s = folder / FILE, clock, zone, monotonic_s
         self._threads = threads
-        self._totals = _traffic(known) if known is not None else None
-        self._may_jump = known is None
-        """Whether the worker's totals may rise when it has read its checkpoint, without any traffic."""
+        self._totals = _traffic(known or Counters())
         self._devices: tuple[DeviceInfo, ...] = ()
         self._work_s = 0.0
         self._seen_at_s: float | None = None
@@ -75,10 +70,7 @@ class MonthMeter:
         now_s = self._monotonic_s()
         elapsed_s = now_s - self._seen_at_s if self._seen_at_s is not None else GAP_S
         totals, work_s = _traffic(report.counters), sum(report.counters.activity_seconds.get(a, 0.0) for a in WORK)
-        base = self._totals or totals
-        if self._may_jump and report.state.phase not in UNSETTLED:
-            base, self._may_jump = totals, False
-        sent, received = (max(0, new - old) for new, old in zip(totals, base, strict=True))
+        sent, received = (max(0, new - old) for new, old in zip(totals, self._totals, strict=True))
         measured = estimated = 0.0
         if elapsed_s < GAP_S and len(self._devices) == len(report.devices):
             for before, device in zip(self._devices, report.devices, strict=True):

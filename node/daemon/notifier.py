@@ -39,8 +39,8 @@ GONE_S = 60.0
 TIMEOUT_S = 10.0
 LAST_S = 3.0
 """When the node ends with an error, it waits this long for the last message to go out."""
-RETRY_S = (5.0, 30.0, 120.0)
-"""Pauses before further tries, if the receiver has taken nothing yet."""
+RETRY_S = (5.0, 30.0, 120.0, *(144 * (600.0,)))
+"""Pauses before further tries, for a day, if the receiver has taken nothing yet."""
 WAITING_MAX = 16
 """Messages that wait for one receiver. Further ones are dropped."""
 ERROR, UNREACHABLE = "error", "unreachable"

@@ -41,7 +41,7 @@ from node.host import gpu_power, ports
 from node.host.cgroup import memory_limit
 from node.host.logs import set_level
 from node.host.memory import worker_lack
-from node.status import Counters, Notice, Outcome, Phase, PhaseState, Status, rfc3339, utc_now
+from node.status import MEMBER_PHASES, Counters, Notice, Outcome, Phase, PhaseState, Status, rfc3339, utc_now
 from node.worker_protocol import (
     Adjust,
     DurationReport,
@@ -146,10 +146,11 @@ class Supervisor:
             self._directory.remember_stopped(True)  # Now, because a drain may take minutes.
         if action == "drain":
             if self._desired != "drain":
-                # A paused worker is in no round, so it leaves at once.
-                how: Literal["drain", "leave"] = "drain" if self._desired == "run" else "leave"
-                self._enter(Phase.DRAINING, "draining", "The node takes part in the current round, then stops.")
-                self._change_to("drain", Stop(how=how))
+                stop, reason = Stop(how="leave"), "The node is in no round, so it saves its work and stops."
+                if self._is_in_round:
+                    stop, reason = Stop(how="drain"), "The node takes part in the current round, then stops."
+                self._enter(Phase.DRAINING, "draining", reason)
+                self._change_to("drain", stop)
             return Phase.DRAINING
         if self._desired != "leave":
             self._enter(Phase.LEAVING, "leaving", "The node saves its work and leaves the swarm.")
@@ -225,8 +226,11 @@ class Supervisor:
         return self._mode == "train"
 
     @property
-    def is_leaving(self) -> bool:
-        return self._desired == "leave"
+    def _is_in_round(self) -> bool:
+        """Whether the worker takes part in a round that will end."""
+        status = self._state.status
+        is_member = self._mode == "train" and self._desired == "run" and status.phase in MEMBER_PHASES
+        return is_member and not status.run.is_paused
 
     @property
     def _is_offline(self) -> bool:
@@ -240,7 +244,7 @@ class Supervisor:
     def shut_down(self) -> None:
         """Leave and end the process. Unlike after the action `leave`, the node runs again when it is restarted."""
         self._is_shutting_down = True
-        if not self.is_leaving:
+        if self._desired != "leave":
             self.act("leave", PauseOrder())
 
     def kill_worker(self) -> None:
@@ -386,8 +390,8 @@ class Supervisor:
                 self._state.set_notice(self._worker_notices.pop(), None)
             self._apply_traffic_limit()
             await self._store_counters()
-        if asked and exit_.ended is not None and exit_.ended.code in NO_ROOM and self._desired == "pause":
-            # The pause takes place all the same.
+        if asked and exit_.ended is not None and exit_.ended.code in NO_ROOM and self._desired in ("pause", "run"):
+            # The pause takes place all the same. The owner may have ended it meanwhile.
             self._lost_work = f" What it did since its last checkpoint is lost: {exit_.ended.reason}"
             logger.warning("%s", self._lost_work.strip())
             return replace(exit_, ended=exit_.ended.model_copy(update={"exit_code": 0})), asked

@@ -32,6 +32,8 @@ LEAST_BYTES = RESERVE_BYTES + SMALL_BYTES
 MB = 1e6
 WAITING = ("publish/round-*", "evaluate/round-*")
 """Folders of the rounds that wait to be published or evaluated (`publication.waiting_rounds`)."""
+LASTING = ("checkpoints", "cache/results-*.bin", "cache/feedback.bin", *WAITING)
+"""What a run keeps on the disk (`Requirements.disk_bytes`)."""
 _CHECKPOINT = re.compile(r"round-(-?\d+)")
 
 logger = logging.getLogger(__name__)
@@ -167,7 +169,17 @@ def _newest(paths: Iterator[Path]) -> Path | None:
 
 def size_of(path: Path, excluded: Path | None = None) -> int:
     """The bytes of a file, or of all files below a folder except those in `excluded`. Vanished files count 0."""
-    return sum({(one.st_dev, one.st_ino): one.st_size for one in _files(path, excluded)}.values())
+    return _size_of_all(_files(path, excluded))
+
+
+def lasting_bytes(folder: Path) -> int:
+    """The bytes of what a run keeps in this data folder."""
+    return _size_of_all(one for pattern in LASTING for path in folder.glob(pattern) for one in _files(path))
+
+
+def _size_of_all(files: Iterable[os.stat_result]) -> int:
+    """A file with several names counts once."""
+    return sum({(one.st_dev, one.st_ino): one.st_size for one in files}.values())
 
 
 def _freed_bytes(paths: Iterable[Path]) -> int:

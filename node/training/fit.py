@@ -24,7 +24,7 @@ from node.config.manifest import RunConfig
 from node.config.schema import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
-from node.host.disk_quota import LEAST_BYTES, META_BYTES, quota_bytes, size_of
+from node.host.disk_quota import LEAST_BYTES, META_BYTES, lasting_bytes, quota_bytes
 from node.host.files import expand_user
 from node.host.memory import available_memory_bytes, memory_remedy, memory_size_bytes, own_memory_bytes
 from node.training.algorithm import feedback_of, optimizer_of
@@ -194,7 +194,8 @@ def compare_resources(
         yield "disk by limits.disk_gb", least, quota, f"set it to {1.05 * least / GB:.2g} or more, or to 0 for no limit"
     # At the limit, the oldest files are removed.
     wanted = min(needs.disk_bytes, quota) if quota else needs.disk_bytes
-    yield "disk", wanted - size_of(config.node.data_dir / "checkpoints"), float(shutil.disk_usage(folder).free), remedy
+    missing = max(0.0, wanted - lasting_bytes(expand_user(config.node.data_dir)))
+    yield "disk", missing, float(shutil.disk_usage(folder).free), remedy
 
 
 def _existing_parent(folder: Path) -> Path:

@@ -124,16 +124,18 @@ def is_no_answer(exc: BaseException | None) -> bool:
 def translate_errors(what: str, *, check: str, remedy: str) -> Iterator[None]:
     """Translate the errors of a library that reads a folder or a name on the hub.
 
-    An OSError becomes a MachineError that says what to `check`, any other exception a ConfigError with `remedy`.
+    An OSError, and any error of a hub that does not answer, becomes a MachineError that says what to `check`. Any other
+    exception becomes a ConfigError with `remedy`.
     """
     try:
         yield
     except NodeError:
         raise
-    except OSError as exc:
-        code = NO_ANSWER if is_no_answer(exc) else "no_data"
-        raise MachineError(f"{what} could not be read ({first_sentence(exc)}): check {check}.", code=code) from exc
     except Exception as exc:
+        is_away = is_no_answer(exc)
+        if is_away or isinstance(exc, OSError):
+            text = f"{what} could not be read ({first_sentence(exc)}): check {check}."
+            raise MachineError(text, code=NO_ANSWER if is_away else "no_data") from exc
         raise ConfigError(f"{what} cannot be used ({first_sentence(exc)}): {remedy}.") from exc
 
 

@@ -89,12 +89,21 @@ class InnerLoop:
         self._model = model.to(device).train()
         self._device, self._precision = device, how.precision
         self.micro_batch = how.micro_batch
-        """Halved when the memory does not suffice."""
+        """Halved when the memory does not suffice, and smaller with fewer threads."""
+        self._fitted = how.micro_batch, torch.get_num_threads()
         self._clip_norm = cfg.clip_norm
         self._parameters = list(model.parameters())
         self._optimizers = Optimizers(model, cfg)
         self._scaler = torch.amp.GradScaler(device.type, FIRST_SCALE, enabled=how.precision == "fp16")
         self._skipped_in_a_row = 0
+
+    def use_threads(self, number: int) -> None:
+        """Set the number of threads. With fewer of them, a processor computes fewer rows at once, as a long pass would
+        look like a hang."""
+        torch.set_num_threads(number)
+        rows, threads = self._fitted
+        if rows and self._device.type == "cpu":
+            self.micro_batch = max(1, rows * min(number, threads) // threads)
 
     def step(
         self, batch: Tensor, lr: float, fault_hook: FaultHook | None = None, after_micro_batch: Callback = lambda: None

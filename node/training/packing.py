@@ -107,8 +107,6 @@ class Lane:
             self._reading = self._documents.read(self._order[ordinal], start)
         try:
             number, text = next(self._reading)
-            is_used = not self._held_out_one_in or not is_held_out(text, self._held_out_one_in)
-            tokens = self._tokenizer.document(text) if is_used else None
         except StopIteration:
             self._next_shard("no text")
             return
@@ -119,6 +117,8 @@ class Lane:
         except Exception:
             self._reading = None
             raise
+        is_used = not self._held_out_one_in or not is_held_out(text, self._held_out_one_in)
+        tokens = tokens_of(text, self._tokenizer) if is_used else None
         self._next = (ordinal, number)
         if tokens is None:
             return
@@ -223,6 +223,15 @@ class RowPacker:
         return behind.index(max(behind))
 
 
+def tokens_of(text: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32] | None:
+    """The tokens of a document; None, with a warning, if the tokenizer fails on it."""
+    try:
+        return tokenizer.document(text)
+    except Damaged as exc:
+        logger.warning("A document is left out: %s.", exc)
+        return None
+
+
 def first_rows(source: Documents, tokenizer: Tokenizer, rows: int, length: int, one_in: int) -> npt.NDArray[np.int64]:
     """Return the first tokens, [rows, length], of a source's held-out documents, or of all documents if `one_in` is 0.
 
@@ -239,8 +248,10 @@ def first_rows(source: Documents, tokenizer: Tokenizer, rows: int, length: int, 
             for _, text in source.read(shard, 0):
                 if one_in and not is_held_out(text, one_in):
                     continue
-                parts.append(tokenizer.document(text))
-                found += len(parts[-1])
+                if (part := tokens_of(text, tokenizer)) is None:
+                    continue
+                parts.append(part)
+                found += len(part)
                 if found >= rows * length:
                     break
         except Damaged as exc:

@@ -54,7 +54,7 @@ class Replica:
     def use_threads(self, number: int) -> None:
         """Set the number of threads of each rank, from its next step on."""
         self._broadcast("use_threads", number)
-        torch.set_num_threads(number)
+        self.inner.use_threads(number)
 
     def step(
         self, batch: Tensor, lr: float, fault_hook: FaultHook | None = None, after_micro_batch: Callback = lambda: None

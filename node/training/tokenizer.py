@@ -117,7 +117,8 @@ class FastTokenizer:
         return text
 
     def save(self, folder: Path) -> None:
-        self._inner.save_pretrained(folder)
+        """Write the tokenizer. Several chat templates go into tokenizer_config.json, not into a subfolder."""
+        self._inner.save_pretrained(folder, save_jinja_files=not isinstance(self._inner.chat_template, dict))
 
 
 Tokenizer = ByteTokenizer | FastTokenizer

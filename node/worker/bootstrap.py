@@ -29,13 +29,14 @@ from node.training.accelerator import accelerator_of
 from node.training.device import ComputeDevice, choose_device, describe
 from node.training.fit import check_fit
 from node.training.hub import NO_ANSWER
+from node.training.replica import Replica
 from node.worker.counters import WorkCounters
 from node.worker.duties import Duties
 from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs, needs_inputs, reads_same_text
 from node.worker.loop import train
 from node.worker.orders import Orders, Waiter
 from node.worker.publishing import Publishing, known_publication
-from node.worker.rank_processes import check_ranks, start_replica
+from node.worker.rank_processes import RankProcesses, check_ranks, start_replica
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import make_dropped_record
@@ -313,9 +314,7 @@ class Worker:
         """
         assert self._device is not None
         device = self._device
-        replica, ranks = self._waiter.run(
-            lambda: start_replica(run, self._config, device, inputs.model, self._end_process)
-        )
+        replica, ranks = self._start_replica(run, device, inputs)
         self._orders.set_replica(replica)
         inner = InnerTrainer(
             run,
@@ -335,6 +334,21 @@ class Worker:
             inner.close()
             if ranks is not None:
                 ranks.close()
+
+    def _start_replica(
+        self, run: RunConfig, device: ComputeDevice, inputs: TrainingInputs
+    ) -> tuple[Replica, RankProcesses | None]:
+        """Start the replica. A node that has trained waits while others use the processor or the GPU's memory."""
+        pauses = pauses_s()
+        while True:
+            try:
+                return self._waiter.run(
+                    lambda: start_replica(run, self._config, device, inputs.model, self._end_process)
+                )
+            except MachineError as exc:
+                if exc.code not in ("too_slow", "does_not_fit") or self._is_member or not self._entry.has_trained:
+                    raise
+                self._wait_again(exc, next(pauses))
 
     def _end_process(self, error: NodeError) -> None:
         """End the process. Callable from any thread, as the main thread may hang.

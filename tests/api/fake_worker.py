@@ -2,8 +2,9 @@
 
 BEHAVIOUR: work (normally), crash (exit at once), refuse, refuse-cuda (while the settings ask for a GPU), port-taken,
 updated, complete, rubbish (send a line that is not a message), deaf (ignore orders), silent (send no heartbeat),
-attempts (each round fails twice before it is committed), save:SECONDS (report unsaved work for that long before it
-ends), disk-full (fail to save at its end), brood:FILE (leave a child that holds all pipes; its pid goes to FILE).
+connect (find no peer), attempts (each round fails twice before it is committed), save:SECONDS (report unsaved work for
+that long before it ends), disk-full (fail to save at its end), brood:FILE (leave a child that holds all pipes; its pid
+goes to FILE).
 """
 
 from __future__ import annotations
@@ -95,13 +96,14 @@ class FakeWorker:
         if select.select([self._socket], [], [], BEAT_S)[0]:
             line = self._lines.readline()
             return bool(line) and self._obey(line)
-        if self._start.mode == "train":
+        if self._start.mode == "train" and self._behaviour != "connect":
             self._end_round()
         return True
 
     def _report(self) -> Report:
         mode = self._start.mode
-        phase = Phase.PAUSED if mode == "pause" else Phase.TRAINING
+        working = Phase.CONNECTING if self._behaviour == "connect" else Phase.TRAINING
+        phase = Phase.PAUSED if mode == "pause" else working
         return Report(
             state=PhaseState(phase=phase, code=mode, reason=f"Fake {mode}.", since="2026-01-01T00:00:00Z"),
             peer_id=f"fake-{os.getpid()}",
@@ -119,6 +121,7 @@ class FakeWorker:
             self._log(f"adjust {json.dumps(message.config)}")
         if not isinstance(message, Stop) or self._behaviour == "deaf":
             return True
+        self._log(f"asked to {message.how}")
         if self._behaviour == "disk-full":
             self._send(Ended(exit_code=3, code="disk_full", reason="The disk is full."))
             return False

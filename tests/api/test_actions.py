@@ -134,6 +134,20 @@ def test_drain_and_leave_end_the_node_with_exit_code_0(tmp_path: Path, action: s
         assert f"{phase} {phase}" in out
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "phase", "how"), [("work", "training", "drain"), ("connect", "connecting", "leave")]
+)
+def test_drain_waits_for_a_round_only_if_the_node_is_in_one(
+    tmp_path: Path, behaviour: str, phase: str, how: str
+) -> None:
+    with Daemon(tmp_path, behaviour) as daemon:
+        daemon.ready().until_phase(phase)
+        assert daemon.act("drain").json() == {"phase": "draining"}
+        assert daemon.end()[0] == 0
+    logged = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+    assert f"asked to {how}" in logged
+
+
 def test_pause_and_resume_are_refused_after_drain_or_leave(tmp_path: Path) -> None:
     with Daemon(tmp_path, "deaf", stop_s=3.0) as daemon:
         daemon.ready().until_phase("training")

@@ -68,6 +68,16 @@ def test_second_interrupt_kills_a_worker_that_does_not_stop(tmp_path: Path) -> N
         assert seconds < 15
 
 
+def test_first_interrupt_of_a_node_that_leaves_already_does_not_kill_its_worker(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "save:4", stop_s=60.0) as daemon:
+        daemon.ready().until_phase("training")
+        daemon.act("leave")
+        daemon.until_phase("leaving")
+        code, _, _, seconds = daemon.terminate(signal.SIGINT)
+        assert code == 0
+        assert seconds > 2.0, "it has saved its work"
+
+
 def test_killed_supervisor_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")

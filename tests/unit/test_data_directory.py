@@ -170,6 +170,21 @@ def test_saved_counters_survive_a_restart(tmp_path: Path) -> None:
         assert directory.load_counters() == saved
 
 
+def test_counters_of_the_newest_readable_checkpoint_replace_lost_ones(tmp_path: Path) -> None:
+    def checkpoint(number: int, text: str) -> None:
+        (folder := tmp_path / f"checkpoints/round-{number:08}").mkdir(parents=True)
+        (folder / "meta.json").write_text(text)
+
+    saved = SavedCounters(counters=Counters(tokens_processed=70), rounds_joined=1, rounds_attempted=2, last_round=3)
+    checkpoint(2, json.dumps({"body": {"extra": {"ledger": {**saved.model_dump(mode="json"), "last_round": 2}}}}))
+    checkpoint(3, json.dumps({"body": {"extra": {"ledger": saved.model_dump(mode="json")}}}))
+    checkpoint(4, json.dumps({"body": {"extra": {}}}))
+    checkpoint(5, "{")
+    (tmp_path / COUNTERS_FILE).write_bytes(b"")
+    with DataDirectory.open(tmp_path) as directory:
+        assert directory.load_counters() == saved
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b"{}", b'{"counters": {"tokens_processed": -1}}', b"\xff"])
 def test_damaged_counters_are_ignored_with_a_warning(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture

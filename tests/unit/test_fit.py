@@ -189,14 +189,21 @@ def test_run_that_exceeds_the_memory_of_the_gpu_is_refused(monkeypatch: pytest.M
         check_fit(run, Config(), gpu)
 
 
-def test_existing_checkpoints_count_towards_the_needed_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_checkpoints_and_results_count_towards_the_needed_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path)), run_of()
     disk = estimate_requirements(run, config, "fp32").disk_bytes
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 0.7 * disk})())
     with pytest.raises(MachineError, match="of disk"):
         check_fit(run, config, CPU_DEVICE)
     (tmp_path / "checkpoints" / "round-00000001").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "round-00000001" / "outer.safetensors").write_bytes(bytes(int(0.4 * disk)))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "shards.bin").write_bytes(bytes(int(0.2 * disk)))
+    (tmp_path / "checkpoints" / "round-00000001" / "outer.safetensors").write_bytes(bytes(int(0.2 * disk)))
+    with pytest.raises(MachineError, match="of disk"):
+        check_fit(run, config, CPU_DEVICE)
+    (tmp_path / "cache" / "results-ab.bin").write_bytes(bytes(int(0.2 * disk)))
     check_fit(run, config, CPU_DEVICE)
 
 

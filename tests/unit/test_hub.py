@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from node.config.manifest import RunConfig, parse_source
@@ -46,6 +47,7 @@ def test_pinning_replaces_a_branch_by_its_commit_and_keeps_the_options(monkeypat
     [
         (FileNotFoundError("no such file. And more"), MachineError, r"X could not be read \(no such file\): check A\."),
         (KeyError("model_type"), ConfigError, r"X cannot be used \('model_type'\): do B\."),
+        (httpx.ConnectTimeout("timed out"), MachineError, r"X could not be read \(timed out\): check A\."),
         (MachineError("As it is."), MachineError, r"^As it is\.$"),
     ],
 )

@@ -46,6 +46,24 @@ def loop(
     return model, InnerLoop(model, cfg, CPU, Execution(precision, micro_batch, loss))
 
 
+def test_fewer_threads_compute_fewer_rows_at_once() -> None:
+    """A pass that takes much longer than before would look like a hang, and the worker would be killed."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(8)
+        inner, whole = loop(micro_batch=4)[1], loop()[1]
+        rows = []
+        for threads in (2, 1, 16, 8):
+            inner.use_threads(threads)
+            assert torch.get_num_threads() == threads
+            rows.append(inner.micro_batch)
+        assert rows == [1, 1, 4, 4]
+        whole.use_threads(2)
+        assert whole.micro_batch == 0, "it computes all rows of a batch at once"
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_inner_optimizer_equals_torch_adamw_with_decay_on_matrices_only() -> None:
     model, inner = loop()
     other = build_model(TINY, seed=1)

@@ -10,7 +10,7 @@ import pytest
 
 from node.daemon.month_meter import CORE_WATTS, FILE, GAP_S, GPU_WATTS, MOST_MONTHS, MonthFile, MonthMeter
 from node.host.power_meter import processor_joules
-from node.status import Activity, Channel, Counters, DeviceInfo, Phase, PhaseState, Report
+from node.status import Activity, Channel, Counters, DeviceInfo, Report
 
 THREADS = 4
 GPU = DeviceInfo(kind="cuda", name="gpu")
@@ -48,21 +48,6 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_totals_that_only_the_checkpoint_knows_are_no_traffic(machine: Machine) -> None:
-    """The file of totals is damaged. The worker counts from zero until it has read its checkpoint."""
-
-    def report(phase: Phase, sent: int) -> None:
-        counters = Counters(network_sent_bytes={Channel.REDUCE: sent})
-        machine.meter.add_report(Report(state=PhaseState(phase=phase), counters=counters))
-
-    report(Phase.STARTING, 0)
-    report(Phase.DOWNLOADING, 30)
-    assert machine.meter.usage.sent_bytes == 30
-    report(Phase.TRAINING, 120_000_000_000)
-    report(Phase.TRAINING, 120_000_000_007)
-    assert machine.meter.usage.sent_bytes == 37
-
-
 def joules(machine: Machine) -> tuple[float, float]:
     usage = machine.meter.usage
     return usage.measured_joules, usage.estimated_joules
@@ -71,15 +56,15 @@ def joules(machine: Machine) -> tuple[float, float]:
 def test_traffic_of_the_month_survives_a_restart_and_counts_nothing_twice(machine: Machine) -> None:
     for _ in range(3):
         machine.report(sent=100)
-    assert (machine.meter.usage.sent_bytes, machine.meter.usage.received_bytes) == (200, 400), "the first is the base"
+    assert (machine.meter.usage.sent_bytes, machine.meter.usage.received_bytes) == (300, 600)
     machine.meter.store()
     machine.meter = machine.start(known=machine.counters)
     machine.report(sent=50)
-    assert machine.meter.usage.sent_bytes == 250
+    assert machine.meter.usage.sent_bytes == 350
     machine.counters = Counters()  # The totals were lost.
     machine.report()
     machine.report(sent=7)
-    assert machine.meter.usage.sent_bytes == 257
+    assert machine.meter.usage.sent_bytes == 357
 
 
 def test_new_month_begins_at_midnight_in_the_zone_of_the_schedule(tmp_path: Path) -> None:
@@ -154,11 +139,11 @@ def test_wrong_clock_at_a_start_does_not_erase_the_month(machine: Machine) -> No
         machine.report(sent=1)
         machine.meter.store()
     machine.now = right
-    assert machine.meter.usage.sent_bytes == 100, "the clock was set while the node ran"
+    assert machine.meter.usage.sent_bytes == 200, "the clock was set while the node ran"
     machine.meter = machine.start(known=machine.counters)
-    assert machine.meter.usage.sent_bytes == 100
+    assert machine.meter.usage.sent_bytes == 200
     machine.report(sent=7)
-    assert machine.meter.usage.sent_bytes == 107
+    assert machine.meter.usage.sent_bytes == 207
 
 
 def test_file_keeps_a_year_of_months(machine: Machine) -> None:

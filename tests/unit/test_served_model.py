@@ -150,6 +150,21 @@ def test_a_chat_follows_the_template_of_the_tokenizer(tmp_path: Path) -> None:
         next(model.chat([{"role": "system", "content": "x"}], options()))
 
 
+def test_a_tokenizer_with_several_chat_templates_is_saved_without_subfolders(tmp_path: Path) -> None:
+    ByteTokenizer().save(tmp_path / "mine")
+    inner = open_tokenizer("mine", tmp_path, tmp_path / "cache")
+    assert isinstance(inner, FastTokenizer)
+    inner._inner.chat_template = {
+        "default": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "tool_use": "{% for m in messages %}tool {{ m.content }}{% endfor %}",
+    }
+    inner.save(tmp_path / "several")
+    assert all(path.is_file() for path in (tmp_path / "several").iterdir())
+    again = open_tokenizer("several", tmp_path, tmp_path / "cache")
+    assert isinstance(again, FastTokenizer)
+    assert again._inner.chat_template == inner._inner.chat_template
+
+
 # Checkpoints
 
 

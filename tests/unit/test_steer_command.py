@@ -166,6 +166,23 @@ def test_sources_that_this_machine_cannot_read_are_refused(
     assert "missing" in capsys.readouterr().err and node.accepted == b""
 
 
+def test_new_sources_are_checked_with_the_settings_of_earlier_amendments(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunConfig.model_validate(tiny(data={"sources": ["text:a.txt", "text:b.txt"], "weights": [1.0, 2.0]}))
+    made = Node(run.model_copy(update={"governance": "founder", "governance_keys": (key_of(home),)}))
+    monkeypatch.setattr("node.commands.client.Client", made)
+    make_data_folder(home, run)
+    (home / "text").mkdir()
+    for name in "abcd":
+        (home / "text" / f"{name}.txt").write_text(f"{name} " * 5000)
+    assert steer(home, "amend", "data.sources=text:c.txt", "data.weights=[]") == 0
+    (folder := home / "checkpoints" / "round-00000005").mkdir()
+    (folder / "meta.json").write_text(json.dumps({"body": {"amendments": made.accepted.decode(), "round": 5}}))
+    assert steer(home, "amend", "data.sources=text:d.txt") == 0
+    assert made.charter.terms_at(made.accepted, LAST + 9).run.data.sources == ("text:d.txt",)
+
+
 def test_first_free_number_is_taken(node: Node, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
         node.pending = (AmendmentInfo(digest="", number=2, from_round=40, change="stop", signers=()),)

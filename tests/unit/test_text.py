@@ -358,6 +358,25 @@ def test_a_file_on_which_the_tokenizer_panics_is_left_out(tmp_path: Path, caplog
     assert "left out" in caplog.text and "the tokenizer has failed on a document" in caplog.text
 
 
+def test_a_document_on_which_the_tokenizer_panics_costs_no_other_document(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"common": 0, "rare": 1, "<end>": 2, "<other>": 3}, unk_token="<other>"))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("(a|a)*$"), "isolated"), pre_tokenizers.WhitespaceSplit()]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(tmp_path / "panics")
+    for number in range(41):  # So many files are not divided into parts.
+        write_json(tmp_path / f"{number:02d}", ["common " * 50])
+    write_json(tmp_path / "10", ["a" * 40 + "b", "rare " * 50])
+    rows = take(reader(tmp_path, "json:*.jsonl", tokenizer="panics", held_out_one_in=NONE_HELD_OUT), 60)
+    assert "A document is left out: the tokenizer has failed" in caplog.text
+    assert 1 in rows
+
+
 def test_a_package_datasets_that_reads_local_files_for_the_hub_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
