@@ -249,17 +249,9 @@ async def _run_until_end(
     running = asyncio.create_task(supervisor.run())
     loop = asyncio.get_running_loop()
 
-    was_interrupted = False
-
     def handle_signal(number: signal.Signals) -> None:
-        nonlocal was_interrupted
-        if running.done():
-            return
-        if number is signal.SIGINT:
-            if was_interrupted:
-                supervisor.kill_worker()
-            was_interrupted = True
-        supervisor.shut_down()
+        if not running.done():
+            supervisor.shut_down(is_interrupt=number is signal.SIGINT)
 
     signals = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # A closed terminal; `nohup` ignores it.

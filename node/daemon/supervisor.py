@@ -117,7 +117,7 @@ class Supervisor:
         self._lost_work = ""
         """A sentence about work that the last training worker did not save; empty if there is none."""
         self._worker_notices: set[str] = set()
-        self._is_shutting_down = False
+        self._is_shutting_down = self._was_interrupted = False
         """Whether the process was asked to end, which it then does even with `node.persist`."""
         self._stored_counters = state.counters
         self._stored_at_s = time.monotonic()
@@ -241,15 +241,17 @@ class Supervisor:
     def _persists(self) -> bool:
         return self._config.config.node.persist and not self._is_shutting_down
 
-    def shut_down(self) -> None:
-        """Leave and end the process. Unlike after the action `leave`, the node runs again when it is restarted."""
+    def shut_down(self, *, is_interrupt: bool = False) -> None:
+        """Leave and end the process. Unlike after the action `leave`, the node runs again when it is restarted.
+
+        The second interrupt kills the worker without waiting for it to save.
+        """
+        if is_interrupt and self._was_interrupted:
+            self._worker.kill("the owner asked twice for the node to end")
+        self._was_interrupted |= is_interrupt
         self._is_shutting_down = True
         if self._desired != "leave":
             self.act("leave", PauseOrder())
-
-    def kill_worker(self) -> None:
-        """Kill the worker without waiting for it to save, because the owner asked twice."""
-        self._worker.kill("the owner asked twice for the node to end")
 
     # background tasks
 
