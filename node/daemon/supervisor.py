@@ -117,8 +117,9 @@ class Supervisor:
         self._lost_work = ""
         """A sentence about work that the last training worker did not save; empty if there is none."""
         self._worker_notices: set[str] = set()
-        self._is_shutting_down = self._was_interrupted = False
+        self._is_shutting_down = False
         """Whether the process was asked to end, which it then does even with `node.persist`."""
+        self._was_interrupted = False
         self._stored_counters = state.counters
         self._stored_at_s = time.monotonic()
         self._store_lock = asyncio.Lock()

@@ -91,6 +91,7 @@ class InnerLoop:
         self.micro_batch = how.micro_batch
         """Halved when the memory does not suffice, and smaller with fewer threads."""
         self._fitted = how.micro_batch, torch.get_num_threads()
+        """The rows that fit, and the number of threads with which they were timed."""
         self._clip_norm = cfg.clip_norm
         self._parameters = list(model.parameters())
         self._optimizers = Optimizers(model, cfg)
@@ -98,8 +99,10 @@ class InnerLoop:
         self._skipped_in_a_row = 0
 
     def use_threads(self, number: int) -> None:
-        """Set the number of threads. With fewer of them, a processor computes fewer rows at once, as a long pass would
-        look like a hang."""
+        """Set the number of threads.
+
+        With fewer threads, a processor computes fewer rows at once, because a long pass would look like a hang.
+        """
         torch.set_num_threads(number)
         rows, threads = self._fitted
         if rows and self._device.type == "cpu":

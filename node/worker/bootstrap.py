@@ -338,7 +338,10 @@ class Worker:
     def _start_replica(
         self, run: RunConfig, device: ComputeDevice, inputs: TrainingInputs
     ) -> tuple[Replica, RankProcesses | None]:
-        """Start the replica. A node that has trained waits while others use the processor or the GPU's memory."""
+        """Start the replica. A node that has trained waits while other programs use the processor or the GPU's memory.
+
+        A member does not wait, as in `_check_fit`.
+        """
         pauses = pauses_s()
         while True:
             try:
