@@ -6,12 +6,12 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -29,14 +29,13 @@ from node.training.accelerator import accelerator_of
 from node.training.device import ComputeDevice, choose_device, describe
 from node.training.fit import check_fit
 from node.training.hub import NO_ANSWER
-from node.training.replica import Replica
 from node.worker.counters import WorkCounters
 from node.worker.duties import Duties
 from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs, needs_inputs, reads_same_text
 from node.worker.loop import train
 from node.worker.orders import Orders, Waiter
 from node.worker.publishing import Publishing, known_publication
-from node.worker.rank_processes import RankProcesses, check_ranks, start_replica
+from node.worker.rank_processes import check_ranks, start_replica
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import make_dropped_record
@@ -48,6 +47,8 @@ from node.worker.trainer import Amended, Trainer
 from node.worker_protocol import Ended, Start
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SERVE_POLL_S = 0.2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
@@ -201,14 +202,19 @@ class Worker:
         if self._device is None:
             return
         check_ranks(run, self._config.devices, self._device.precision)
-        for pause_s in pauses_s():
+        device = self._device
+        self._when_it_fits(lambda: check_fit(run, self._orders.config, device))
+
+    def _when_it_fits(self, attempt: Callable[[], T]) -> T:
+        """Repeat an attempt of a node that has trained until memory and processor suffice. Raises MachineError."""
+        pauses = pauses_s()
+        while True:
             try:
-                check_fit(run, self._orders.config, self._device)
-                return
+                return attempt()
             except MachineError as exc:
-                if self._is_member or not self._entry.has_trained:
+                if exc.code not in ("too_slow", "does_not_fit") or self._is_member or not self._entry.has_trained:
                     raise
-                self._wait_again(exc, pause_s)
+                self._wait_again(exc, next(pauses))
 
     # training
 
@@ -314,7 +320,8 @@ class Worker:
         """
         assert self._device is not None
         device = self._device
-        replica, ranks = self._start_replica(run, device, inputs)
+        start = partial(start_replica, run, self._config, device, inputs.model, self._end_process)
+        replica, ranks = self._when_it_fits(lambda: self._waiter.run(start))
         self._orders.set_replica(replica)
         inner = InnerTrainer(
             run,
@@ -334,24 +341,6 @@ class Worker:
             inner.close()
             if ranks is not None:
                 ranks.close()
-
-    def _start_replica(
-        self, run: RunConfig, device: ComputeDevice, inputs: TrainingInputs
-    ) -> tuple[Replica, RankProcesses | None]:
-        """Start the replica. A node that has trained waits while other programs use the processor or the GPU's memory.
-
-        A member does not wait, as in `_check_fit`.
-        """
-        pauses = pauses_s()
-        while True:
-            try:
-                return self._waiter.run(
-                    lambda: start_replica(run, self._config, device, inputs.model, self._end_process)
-                )
-            except MachineError as exc:
-                if exc.code not in ("too_slow", "does_not_fit") or self._is_member or not self._entry.has_trained:
-                    raise
-                self._wait_again(exc, next(pauses))
 
     def _end_process(self, error: NodeError) -> None:
         """End the process. Callable from any thread, as the main thread may hang.

@@ -18,7 +18,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from node.config.manifest import RunConfig
 from node.config.schema import Config
 from node.errors import MachineError, RestartError
 from node.status import Phase, RunInfo
@@ -60,24 +59,21 @@ def worker(connection: tuple[SupervisorLink, socket.socket], handler: Supervisor
 def test_node_that_has_trained_waits_while_another_program_uses_the_processor(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, *, has_trained: bool
 ) -> None:
-    started: Any = (object(), None)
     errors = [MachineError("One sequence takes 40 s.", code="too_slow") for _ in range(2)]
 
-    def start(*_: object) -> Any:
+    def start() -> str:
         if errors:
             raise errors.pop()
-        return started
+        return "started"
 
-    monkeypatch.setattr(bootstrap, "start_replica", start)
     monkeypatch.setattr(bootstrap, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(type(worker._entry), "has_trained", property(lambda _: has_trained))
-    device, inputs = ComputeDevice(torch.device("cpu"), "fp32", "a processor"), cast(Any, SimpleNamespace(model=None))
     if has_trained:
-        assert worker._start_replica(RunConfig(), device, inputs) is started
+        assert worker._when_it_fits(start) == "started"
         assert worker._reporter.state.code == "too_slow" and "tries again" in worker._reporter.state.reason
     else:
         with pytest.raises(MachineError, match="40 s"):
-            worker._start_replica(RunConfig(), device, inputs)
+            worker._when_it_fits(start)
 
 
 def test_draining_worker_stops_after_a_while_if_no_round_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
