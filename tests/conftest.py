@@ -138,10 +138,17 @@ def is_slow(item: pytest.Item) -> bool:
     return item.nodeid.startswith(SLOW) or (item.nodeid.startswith("tests/contract/") and "[p2p" in item.nodeid)
 
 
+LIMIT = 2.0
+"""Factor by which a test may exceed its timeout, which holds for a fast machine, because it runs beside other tests."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the slow tests. In the processes of pytest-xdist, the longest tests come first."""
+    """Mark the slow tests and raise all timeouts. In the processes of pytest-xdist, the longest tests come first."""
     for item in items:
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
+        marker = item.get_closest_marker("timeout")
+        timeout_s = marker.args[0] if marker is not None else float(config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(LIMIT * timeout_s), append=False)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: rank_of(item.nodeid))

@@ -26,6 +26,6 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def context(browser: Browser) -> Iterator[BrowserContext]:
     context = browser.new_context(viewport=WIDE, color_scheme="light")
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(75_000)
     yield context
     context.close()

@@ -38,7 +38,7 @@ FILLED = {
 }
 """What each view shows after it has loaded all its data."""
 WIDE, NARROW = ViewportSize(width=1280, height=900), ViewportSize(width=360, height=740)
-WAIT_S = 60.0
+WAIT_S = 150.0
 LISTEN = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (event) =>

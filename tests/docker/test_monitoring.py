@@ -55,7 +55,7 @@ needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="pr
     [("check", "config", "prometheus.yml"), ("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")],
 )
 def test_promtool_accepts_the_prometheus_configuration_and_alert_rules(words: tuple[str, ...]) -> None:
-    done = subprocess.run(["promtool", *words], cwd=CONFIG, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["promtool", *words], cwd=CONFIG, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout + done.stderr
 
@@ -104,7 +104,7 @@ def test_example_of_a_node_with_a_token_is_valid(tmp_path: Path) -> None:
     assert all(f"./secrets:{folder}:ro,z" in services[name]["volumes"] for name in ("prometheus", "alertmanager"))
     assert job["job_name"].startswith("diloco") and job["static_configs"][0]["labels"]["instance"]
     command = ["promtool", "check", "config", "--syntax-only", "prometheus.yml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

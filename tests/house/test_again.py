@@ -59,8 +59,8 @@ def test_test_of_real_connections_is_repeated_and_that_of_the_local_transport_is
 
 @pytest.mark.parametrize(
     "tests",
-    [[(REAL, ALWAYS)], [(PROTOCOL, ONCE)], [(REAL, ONCE), (PROTOCOL, ONCE)], [(REAL, ONCE)] * 4],
-    ids=["fails again", "of the protocol", "one is of the protocol", "four failures"],
+    [[(REAL, ALWAYS)], [(PROTOCOL, ONCE)], [(REAL, ONCE), (PROTOCOL, ONCE)], [(REAL, ONCE)] * 11],
+    ids=["fails again", "of the protocol", "one is of the protocol", "eleven failures"],
 )
 def test_other_failures_remain_failures(tmp_path: Path, tests: list[tuple[str, str]]) -> None:
     assert again(tmp_path, tests)[0] == 1

@@ -7,6 +7,9 @@ time in a supervisor and 6 s in a worker, most of it for torch. A forked process
 arguments, environment and files, in its own session. The process that asked for it keeps a connection to the server. If
 that connection closes, the server kills the forked process. If the process ends, the server sends its exit status.
 
+Nodes would train all the time, so tests that run at the same time would wait for processor time that nobody needs.
+A forked worker therefore rests after each inner step that had to wait for a processor.
+
 The file `FOLDER/MARK/PID` exists while a forked process lives. MARK identifies the node. The file is needed because the
 kernel shows the server's environment and command line for a forked process.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -31,7 +35,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from node.host.parent_death import die_with_parent
 
@@ -43,6 +47,9 @@ WORKER = "node.worker"
 CONNECT_S = 60.0
 MARK = "SWARM_TEST_MARK"
 CLONE_NEWNET = 0x40000000
+REST = 3.0
+"""How long a forked worker rests after an inner step, as a multiple of the time for which the step had no processor."""
+LONGEST_REST_S = 0.5
 MAX_REQUEST_BYTES = 1 << 20
 
 
@@ -76,6 +83,9 @@ def forked(mark: str) -> list[int]:
 
 # in the server
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def _import(module: str) -> Callable[[], int]:
     """Import all modules that a process of `module` needs. Returns the `main` function of `module`."""
@@ -88,9 +98,25 @@ def _import(module: str) -> Callable[[], int]:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401
 
     import node.worker.bootstrap  # noqa: F401
+    from node.training.inner import InnerLoop
     from node.worker import __main__
 
+    InnerLoop.step = rested(InnerLoop.step)  # type: ignore[method-assign]
     return __main__.main
+
+
+def rested(step: Callable[P, T]) -> Callable[P, T]:
+    """Make the thread rest after each call of `step` that had to wait for a processor. The rest counts as step time."""
+
+    @functools.wraps(step)
+    def step_and_rest(*args: P.args, **kwargs: P.kwargs) -> T:
+        began_at_s, used_s = time.perf_counter(), time.thread_time()
+        result = step(*args, **kwargs)
+        waited_s = time.perf_counter() - began_at_s - (time.thread_time() - used_s)
+        time.sleep(min(max(0.0, REST * waited_s), LONGEST_REST_S))
+        return result
+
+    return step_and_rest
 
 
 def serve(module: str, folder: Path) -> None:

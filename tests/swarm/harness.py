@@ -33,8 +33,9 @@ ROOT = Path(__file__).parents[2]
 MARK = fork_server.MARK
 PATIENCE = 3.0
 """Factor by which tests may exceed a promised duration, because they run on shared machines."""
-START_S = 60.0
-ASK_S = 10.0
+START_S = 150.0
+"""Limit of waits for something that takes seconds on a machine that does nothing else."""
+ASK_S = 30.0
 LOOK_S = 0.1
 CALM = 5
 PORT = 41234
@@ -52,7 +53,7 @@ TINY: dict[str, Any] = {
         "max_position_embeddings": 64,
     },
     "inner": {"batch_size": 4, "sequence_length": 64, "lr": 2e-3},
-    "round": {"policy": "steps", "inner_steps": 100, "min_peers": 1},
+    "round": {"policy": "steps", "inner_steps": 40, "min_peers": 1},
     "evaluation": {"batches": 0},
     "sample": {"prompts": []},
 }
