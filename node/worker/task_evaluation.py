@@ -104,6 +104,8 @@ class TaskEvaluation(Duty[EvaluatorEvent]):
         self._medians = TaskMedians(config.evaluate.members)
         self._credit: Container[str] = ()
         self._rows: tuple[PeerRow, ...] | None = None
+        self._stored_digest = ""
+        """The state that this node has evaluated before a restart."""
         if self.is_on:
             self._tell_stored()
             self.begin(command, "node.worker.evaluator", config.model_dump_json)
@@ -118,7 +120,7 @@ class TaskEvaluation(Duty[EvaluatorEvent]):
 
     def saved(self, tip: Tip) -> None:
         """Let the round wait for its evaluation if it is due and this node is drawn. Its checkpoint is on the disk."""
-        if not self.is_due(tip.round) or tip.head == self._newest_added:
+        if not self.is_due(tip.round) or tip.head == self._newest_added or tip.digest == self._stored_digest:
             return
         view = self._view()
         credit = tip.state.credit  # Ignore the claims of peers without credit.
@@ -161,4 +163,5 @@ class TaskEvaluation(Duty[EvaluatorEvent]):
         with suppress(OSError, ValidationError):
             scores = TaskScores.model_validate_json(self._scores_file.read_bytes())
             self._medians.know(scores.round, scores.state_digest)
+            self._stored_digest = scores.state_digest
             self._tell_peers(scores)

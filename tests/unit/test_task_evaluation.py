@@ -301,20 +301,22 @@ class Scene:
 
 
 def test_scores_reach_the_swarm_the_status_and_the_next_start(tmp_path: Path) -> None:
-    make_trained(tmp_path, run_of())
+    _, _, digest = make_trained(tmp_path, run_of())
     (tmp_path / FOLDER).mkdir()
     scene = Scene(tmp_path)
-    found = scores(1, ONE, one=0.25)
-    scene.made.know(tip_of(1, ONE, {"me", "other"}))
+    found = scores(1, digest, one=0.25)
+    scene.made.know(tip_of(1, digest, {"me", "other"}))
     scene.process.on_line(EvaluatorEvent(round=1, scores=found).model_dump_json())
     scene.made.attend()
     assert scene.told == [found] and scene.reporter.notices == []
-    scene.view = MemberSnapshot(peer_id="me", rows=(row("me", found), row("other", scores(1, ONE, one=0.75))))
+    scene.view = MemberSnapshot(peer_id="me", rows=(row("me", found), row("other", scores(1, digest, one=0.75))))
     scene.made.attend()
     assert [(score.score, score.members) for score in scene.reporter.task_scores] == [(0.5, 2)]
     assert (tmp_path / FOLDER / SCORES_FILE).is_file()
     again = Scene(tmp_path)
     assert again.told == [found]
+    again.made.saved(tip_of(1, digest, {"me"}, head="kept"))
+    assert not again.made._rounds.all(), "this state has been evaluated before the restart"
 
 
 def test_a_failed_evaluation_is_one_notice_until_one_succeeds(tmp_path: Path) -> None:
