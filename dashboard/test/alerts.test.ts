@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Notice, Status } from "../src/api/schema";
-import { alertsOf, AlertWatch, GONE_MS, healthOf, OFFLINE_MS, SETTLE_MS, UNANSWERED_MS } from "../src/state/alerts";
+import { alertsOf, AlertWatch, GONE_MS, healthOf, OFFLINE_MS, SETTLE_MS, UNANSWERED_MS, WAITS_MS } from "../src/state/alerts";
 
 const status = (more: object = {}) =>
   ({ phase: "training", reason: "Trains.", reachability_code: "reached", reachability_reason: "", node: { mode: "train" }, notices: [], ...more }) as unknown as Status;
@@ -41,6 +41,29 @@ test("a second error with another reason is told soon after the first one", () =
   const other = status({ phase: "error", reason: "The GPU is gone." });
   expect(watch.next(other, 20_000)).toEqual([]);
   expect(watch.next(other, 20_000 + SETTLE_MS)).toEqual([{ code: "error", text: "The GPU is gone." }]);
+});
+
+test("a wait for memory is told after minutes, because a game may hold it", () => {
+  const watch = new AlertWatch();
+  const waiting = status({ phase: "starting", code: "memory_limit", reason: "Raise the limit." });
+  expect(watch.next(waiting, 0)).toEqual([]);
+  expect(watch.next(waiting, WAITS_MS - 1)).toEqual([]);
+  expect(watch.next(waiting, WAITS_MS)).toEqual([{ code: "memory_limit", text: "Raise the limit." }]);
+});
+
+test("an unreachable node that starts again and was not tested yet is not told twice", () => {
+  const watch = new AlertWatch();
+  const closed = { reachability_code: "not_reached", reachability_reason: "Open the port." };
+  watch.next(status(closed), 0);
+  expect(codes(watch.next(status(closed), SETTLE_MS))).toEqual(["unreachable"]);
+  watch.next(status({ phase: "starting", reachability_code: "not_tested" }), 20_000);
+  watch.next(status({ reachability_code: "disputed" }), 20_000 + 2 * GONE_MS);
+  watch.next(status(closed), 20_000 + 3 * GONE_MS);
+  expect(watch.next(status(closed), 20_000 + 3 * GONE_MS + SETTLE_MS)).toEqual([]);
+  watch.next(status(), 400_000);
+  watch.next(status(), 400_000 + GONE_MS);
+  watch.next(status(closed), 500_000);
+  expect(codes(watch.next(status(closed), 500_000 + SETTLE_MS))).toEqual(["unreachable"]);
 });
 
 test("a watch does not repeat what an earlier one has told", () => {
@@ -96,5 +119,8 @@ test("an error, a warning and a silence of minutes are not well", () => {
   expect(health(lost, START + UNANSWERED_MS)?.well).toBe(true);
   expect(health(lost, START + UNANSWERED_MS + 1)).toEqual({ well: false, text: expect.stringContaining("no member has answered") });
   expect(health({ ...lost, code: "no_state" }, START + 2 * UNANSWERED_MS)?.well).toBe(true);
+  const waiting = { phase: "starting", code: "does_not_fit", reason: "Free some memory." };
+  expect(health(waiting, START + WAITS_MS)).toEqual({ well: true, text: expect.stringContaining("goes on by itself") });
+  expect(health(waiting, START + WAITS_MS + 1)).toEqual({ well: false, text: expect.stringContaining("The reason is above") });
   expect(health({ phase: "stopped" })).toBeNull();
 });

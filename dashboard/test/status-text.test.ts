@@ -63,6 +63,7 @@ test("an ended node offers no actions and shows the start command", () => {
   }
   expect(restartCommand(status("stopped", { final: true, code: "run_complete" }))).toBeNull();
   const relay = { mode: "relay", data_dir: "/home/a b/it's" };
+  expect(restartCommand(status("stopped", { final: true, node: { ...relay, data_dir: "/data" } }))).toBeNull();
   expect(restartCommand(status("stopped", { final: true, node: relay }))).toBe("diloco-node relay --data-dir '/home/a b/it'\\''s'");
 });
 

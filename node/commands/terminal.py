@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import quote
 
 from rich.console import Console
 from rich.live import Live
@@ -128,7 +129,7 @@ def dashboard_link(data_dir: Path, *, pid: int | None, has_token: bool = True) -
     if not is_known:
         return ""
     url = address.public_url or address.url
-    return f"{url}/#token={address.token}" if has_token else f"{url}/"
+    return f"{url}/#token={quote(address.token, safe='')}" if has_token else f"{url}/"
 
 
 def render(status: Status) -> Table:

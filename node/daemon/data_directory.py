@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 COUNTERS_FILE = "totals.json"
 PAUSE_FILE = "pause.json"
 STOPPED_FILE = "stopped"
-DISK_KINDS = ("checkpoints", "history", "cache", "logs", "metrics")
+DISK_KINDS = ("checkpoints", "publish", "evaluate", "history", "cache", "logs", "metrics")
 """Subfolders whose sizes are reported as metrics."""
 TOKEN_LENGTH_MIN = 32
 """A shorter token could be guessed. Generated tokens have 43 characters (256 bits)."""

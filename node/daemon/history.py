@@ -35,6 +35,8 @@ QUEUE_MAX = 256
 """Most jobs that may wait for the thread. When the queue is full, rows are lost and queries are refused."""
 ANSWER_S = 5.0
 CLOSE_S = 0.8
+IDLE_CODES = frozenset({"run_paused", "no_text", "waiting_for_peers"})
+"""Codes with which a node makes no inner steps for an unknown time. The newest speed that it has measured is old."""
 BLIND_PHASES = frozenset({Phase.STARTING, Phase.CONNECTING})
 """Phases in which a node does not know the swarm, so its figures are unknown, not 0."""
 REOPEN_S = 30.0
@@ -103,6 +105,10 @@ class Sampler:
             means |= {"swarm_tokens_per_second": None, "swarm_peers": None}
         if training.tokens_per_second == 0 and report.state.phase is not Phase.PAUSED:
             means["tokens_per_second"] = None  # No step has been timed yet.
+        elif report.state.code in IDLE_CODES:
+            means["tokens_per_second"] = 0.0
+        if report.run.is_paused and means["swarm_tokens_per_second"] is not None:
+            means["swarm_tokens_per_second"] = 0.0  # The members' records have the speeds from before the pause.
         if not self._trains:
             means |= {"training_loss": None, "tokens_per_second": None, "forecast_utilization_ratio": None}
         elif report.state.phase is Phase.PAUSED:

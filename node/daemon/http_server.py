@@ -94,13 +94,18 @@ def _refuse_password() -> str:
     raise ValueError("the key has a password")
 
 
+COMPOSE_NAME = "node"
+"""The name by which Prometheus asks a node in docker/compose.yaml. Only containers of that project know it."""
+
+
 def no_tls_notice(api: ApiConfig) -> Notice | None:
     """Return a notice if other machines can open the page without encryption, else None.
 
     A node that is bound to all addresses, as in a container, answers only to loopback and the names that are allowed.
     A public URL with https means that a proxy encrypts.
     """
-    names = [name for name in (api.host, *api.host_names) if not _is_loopback(name) and name not in WILDCARDS]
+    inside = (*WILDCARDS, COMPOSE_NAME)
+    names = [name for name in (api.host, *api.host_names) if not _is_loopback(name) and name not in inside]
     if api.tls_cert or api.public_url.startswith("https:") or _is_loopback(api.host) or not names:
         return None
     text = (

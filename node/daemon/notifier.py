@@ -1,7 +1,8 @@
 """Tells the owner that the node needs them: to a webhook, an ntfy topic, or a command of theirs.
 
-It sends an alert once the alert has lasted for SETTLE_S, and again only after it was absent for GONE_S. A file records
-the sent alerts, so a restart does not repeat them. Each receiver has its own thread, so a slow one delays no other.
+It sends an alert once the alert has lasted for its `settle_s`, and again only after it was absent for GONE_S. A file
+records the sent alerts, so a restart does not repeat them. Each receiver has its own thread, so a slow one delays no
+other.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ logger = logging.getLogger(__name__)
 FILE = "notified.json"
 LOOK_S = 1.0
 SETTLE_S = 10.0
+WAITS = frozenset({"does_not_fit", "memory_limit", "no_answer", "too_slow"})
+"""Codes with which a starting node waits for memory, processor, disk or the Hugging Face hub."""
+WAITS_S = 300.0
+"""A wait of this length needs the owner. A shorter one may be due to a game or to an outage of the network."""
 GONE_S = 60.0
 TIMEOUT_S = 10.0
 LAST_S = 3.0
@@ -53,6 +58,8 @@ class Alert:
 
     code: str
     text: str
+    settle_s: float = SETTLE_S
+    """It is told when it has lasted so long."""
 
     @property
     def key(self) -> str:
@@ -61,10 +68,12 @@ class Alert:
 
 
 def alerts_of(status: Status) -> dict[str, Alert]:
-    """The present alerts by key: an error, a port that nobody reaches, and all notices with a remedy."""
+    """The present alerts by key: an error, a wait, a port that nobody reaches, and all notices with a remedy."""
     alerts = [Alert(notice.code, notice.text) for notice in status.notices if is_told(notice.code, notice.level)]
     if status.phase is Phase.ERROR:
         alerts.append(Alert(ERROR, status.reason))
+    if status.phase is Phase.STARTING and status.code in WAITS:
+        alerts.append(Alert(status.code, status.reason, WAITS_S))
     if status.reachability_code == "not_reached" and status.reachability_reason and status.node.mode == "train":
         alerts.append(Alert(UNREACHABLE, status.reachability_reason))
     return {alert.key: alert for alert in alerts}
@@ -124,7 +133,7 @@ class Notifier:
         gone = self._told - present.keys() - untested(status)
         self._gone_since_s = {key: self._gone_since_s.get(key, now_s) for key in gone}
         over = {key for key, since_s in self._gone_since_s.items() if now_s - since_s >= GONE_S}
-        new = {key for key, since_s in self._since_s.items() if now_s - since_s >= SETTLE_S} - self._told
+        new = {key for key, since_s in self._since_s.items() if now_s - since_s >= present[key].settle_s} - self._told
         if new or over:
             self._told = (self._told | new) - over
             await self._store()

@@ -41,6 +41,7 @@ from node.status import (
     PhaseState,
     Report,
     RoundRecord,
+    RunInfo,
     Seconds,
     TrainingInfo,
 )
@@ -175,6 +176,21 @@ def test_history_has_a_gap_instead_of_zero_while_a_figure_is_unknown(machine: Ma
     assert means(untimed) == [3.0, 40.0, None]
     paused = untimed.model_copy(update={"state": PhaseState(phase=Phase.PAUSED)})
     assert means(paused) == [3.0, 40.0, 0.0], "the speed of a paused node is known"
+
+
+@pytest.mark.parametrize(("code", "speeds"), [("waiting_for_peers", [0.0, 40.0]), ("run_paused", [0.0, 0.0])])
+def test_history_shows_no_speed_while_nobody_makes_inner_steps(
+    machine: Machine, sampler: Sampler, code: str, speeds: list[float]
+) -> None:
+    idle = make_report().model_copy(
+        update={"state": PhaseState(phase=Phase.SYNCING, code=code), "run": RunInfo(is_paused=code == "run_paused")}
+    )
+    sampler.take(None)
+    for _ in range(2):
+        sampler.add_report(machine.wall_s, machine.monotonic_s, idle, flatten(machine.counters))
+        machine.advance(1.0)
+    (row,) = sampler.take(None)
+    assert [row.means["tokens_per_second"], row.means["swarm_tokens_per_second"]] == speeds
 
 
 def test_history_limits_counters_that_jump_to_the_elapsed_time(machine: Machine, sampler: Sampler) -> None:

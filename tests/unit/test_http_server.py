@@ -21,6 +21,7 @@ from node.daemon.http_server import make_server, no_tls_notice
         ("192.168.1.5", "", "", True), ("node.example", "", "", True), ("192.168.1.5", "", "a.pem", False),
         # As in a container, the API listens on all addresses but allows no name that others could use.
         ("0.0.0.0", "", "", False), ("::", "", "", False), ("0.0.0.0", "localhost", "", False),
+        ("0.0.0.0", "node", "", False),
         ("0.0.0.0", "node.example", "", True), ("0.0.0.0", "node.example", "a.pem", False),
         # A proxy on this machine may have its own TLS.
         ("127.0.0.1", "node.example", "", False),

@@ -17,8 +17,10 @@ import pytest
 
 from node.config.schema import NotifyConfig
 from node.daemon import notifier
-from node.daemon.notifier import GONE_S, SETTLE_S, Notifier, alerts_of
+from node.daemon.notifier import GONE_S, SETTLE_S, WAITS, WAITS_S, Notifier, alerts_of
+from node.daemon.supervisor import MEMORY_LIMIT
 from node.status import Notice, Phase
+from node.training.hub import NO_ANSWER
 from tests.unit.test_terminal import make_status
 
 DISK = Notice(code="quota", text="The disk is full: free some space.")
@@ -105,6 +107,15 @@ def test_an_alert_is_told_once_and_again_after_it_was_gone(tmp_path: Path) -> No
     assert told.after(0) == told.after(GONE_S) == []
     told.show(DISK)
     assert told.after(0) == [] and told.after(SETTLE_S) == ["quota"]
+
+
+def test_a_wait_for_memory_is_told_after_minutes_because_a_game_may_hold_it(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    waiting = make_status(Phase.STARTING, reason="Raise the limit.").model_copy(update={"code": "memory_limit"})
+    told.status = waiting
+    assert told.after(0) == told.after(WAITS_S - 1) == [] and told.after(1) == ["memory_limit"]
+    told.status = waiting.model_copy(update={"phase": Phase.PAUSED})
+    assert alerts_of(told.status) == {} and {MEMORY_LIMIT, NO_ANSWER} < WAITS
 
 
 def test_a_second_error_with_another_reason_is_told_soon_after_the_first_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from rich.console import Console
@@ -162,6 +163,13 @@ def test_dashboard_link_is_used_only_if_its_file_names_this_process(tmp_path: Pa
     write_address(tmp_path, address)
     assert dashboard_link(tmp_path, pid=7) == link
     assert dashboard_link(tmp_path, pid=7, has_token=False) == link.partition("#")[0]
+
+
+def test_dashboard_link_encodes_a_token_of_the_owner(tmp_path: Path) -> None:
+    write_address(tmp_path, {"url": URL, "pid": 7})
+    token = "a+b&c=d/" * 5
+    (tmp_path / "api-token").write_text(token + "\n")
+    assert parse_qs(urlsplit(dashboard_link(tmp_path, pid=7)).fragment) == {"token": [token]}
 
 
 @pytest.mark.parametrize(

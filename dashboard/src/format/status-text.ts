@@ -101,10 +101,14 @@ export function company(status: Status): string {
   return isRelay(status) ? "No other members now." : "No other members now. What this node trains alone counts, too.";
 }
 
-/** The command that starts an ended node again; null if it still runs or the run is complete. */
+/** The data folder inside a container. Another folder, or none, has this name outside. */
+const CONTAINER_FOLDER = "/data";
+
+/** The command that starts an ended node again; null if it still runs, is in a container, or the run is complete. */
 export function restartCommand(status: Pick<Status, "code" | "final" | "node">): string | null {
   if (!status.final || status.code === "run_complete") return null;
   const { mode, data_dir: folder } = status.node;
+  if (folder === CONTAINER_FOLDER) return null;
   const word = /^[\w./-]+$/.test(folder) ? folder : `'${folder.replaceAll("'", "'\\''")}'`;
   return `diloco-node ${mode === "relay" ? "relay" : "run"} --data-dir ${word}`;
 }

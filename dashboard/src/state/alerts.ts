@@ -13,25 +13,32 @@ export interface Alert {
   text: string;
 }
 
-/** An alert is told when it has lasted this long, and again only after it was gone for GONE_MS. */
+/** An alert is told when it has lasted this long (a wait: WAITS_MS), and again only after it was gone for GONE_MS. */
 export const SETTLE_MS = 10_000;
+/** Codes with which a starting node waits for memory, processor, disk or the Hugging Face hub. */
+const WAITS = new Set(["does_not_fit", "memory_limit", "no_answer", "too_slow"]);
+/** A wait of this length needs the owner. A shorter one may be due to a game or to an outage of the network. */
+export const WAITS_MS = 5 * 60_000;
 export const GONE_MS = 60_000;
 /** A node that has not answered for this long needs its owner. It cannot say so itself. */
 export const OFFLINE_MS = 60_000;
 /** How often a hidden tab asks the node. */
 export const HIDDEN_MS = 60_000;
 
-/** The present alerts: an error, a node that nobody reaches, a warning, and a newer version. */
+/** The present alerts: an error, a wait, a node that nobody reaches, a warning, and a newer version. */
 export function alertsOf(status: Status): Alert[] {
   const alerts: Alert[] = status.notices
     .filter(({ code, level }) => level !== "info" || code === "newer_version")
     .map(({ code, text }) => ({ code, text }));
   if (status.phase === "error") alerts.push({ code: "error", text: status.reason });
+  if (waits(status)) alerts.push({ code: status.code, text: status.reason });
   if (status.reachability_code === "not_reached" && status.reachability_reason && status.node.mode === "train") {
     alerts.push({ code: "unreachable", text: status.reachability_reason });
   }
   return alerts;
 }
+
+const waits = ({ phase, code }: Status): boolean => phase === "starting" && WAITS.has(code);
 
 /** No peer has answered for this long: something is wrong. */
 export const UNANSWERED_MS = 5 * 60_000;
@@ -49,8 +56,10 @@ export function healthOf(status: Status, now: number): Health | null {
   if (codes.delete("error")) return unwell("Something is wrong: this machine does not train. The reason is above, and the page Logs says more.");
   const unreachable = codes.delete("unreachable");
   codes.delete("newer_version");
+  const lastedMs = now - (moment(status.since) ?? now);
+  if (waits(status) && codes.delete(status.code) && lastedMs > WAITS_MS) return unwell("Something needs you: this machine does not train. The reason is above.");
   if (codes.size) return unwell("Something needs you: see the warning below.");
-  if (status.phase === "connecting" && status.code === "no_peers" && now - (moment(status.since) ?? now) > UNANSWERED_MS) {
+  if (status.phase === "connecting" && status.code === "no_peers" && lastedMs > UNANSWERED_MS) {
     return unwell("Something may be wrong: no member has answered for minutes. Check this machine's connection to the Internet, and ask for a new invite.");
   }
   if (unreachable) return { well: true, text: `${allIsWell(status)} Others cannot connect to this machine, which takes part nevertheless: see Network.` };
@@ -62,12 +71,20 @@ function allIsWell(status: Status): string {
   const nothing = "You need to do nothing.";
   if (isRelay(status)) return nothing;
   if (phase === "paused") return pause?.by === "owner" && !pause.until ? "The machine is yours until you resume." : "The machine is yours until the node resumes by itself.";
+  if (waits(status)) return "This machine goes on by itself when it can.";
   if (code === "run_paused") return "The whole run is paused. This machine goes on by itself when the run does.";
   if (code === "waiting_for_peers") return "This machine goes on by itself when others come.";
   if (phase !== "training" && phase !== "syncing") return nothing;
   if (sync.last?.outcome === "failed") return "The last round was not completed, and the members try it again.";
   if (peers.training <= 1 && !peers.connected) return "No other member is here now, so this machine trains alone. Its work counts.";
   return nothing;
+}
+
+/** Keys of alerts that the node cannot judge yet, because it has just started or was not tested. */
+function untested({ phase, reachability_code }: Status): Set<string> {
+  const isNew = phase === "starting" || phase === "connecting" || phase === "downloading";
+  const keys = isNew || reachability_code === "not_tested" || reachability_code === "disputed" ? ["unreachable"] : [];
+  return new Set(isNew ? [...keys, "newer_version"] : keys);
 }
 
 /** What identifies an alert. Errors with different reasons are different alerts. */
@@ -102,7 +119,7 @@ export class AlertWatch {
     for (const key of this.since.keys()) if (!keys.has(key)) this.since.delete(key);
     for (const key of keys) if (!this.since.has(key)) this.since.set(key, now);
     for (const key of this.told) {
-      if (keys.has(key)) this.goneSince.delete(key);
+      if (keys.has(key) || untested(status).has(key)) this.goneSince.delete(key);
       else if (!this.goneSince.has(key)) this.goneSince.set(key, now);
     }
     for (const [key, from] of this.goneSince) {
@@ -110,7 +127,8 @@ export class AlertWatch {
       this.goneSince.delete(key);
       this.told.delete(key);
     }
-    const due = present.filter((alert) => !this.told.has(keyOf(alert)) && now - (this.since.get(keyOf(alert)) ?? now) >= SETTLE_MS);
+    const lasted = (alert: Alert): number => now - (this.since.get(keyOf(alert)) ?? now);
+    const due = present.filter((alert) => !this.told.has(keyOf(alert)) && lasted(alert) >= (WAITS.has(alert.code) ? WAITS_MS : SETTLE_MS));
     for (const alert of due) this.told.add(keyOf(alert));
     return due;
   }

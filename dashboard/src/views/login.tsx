@@ -21,7 +21,8 @@ export function Login() {
   const submit = async (event: Event) => {
     event.preventDefault();
     // The user may paste the whole link that `run` prints.
-    const given = /token=([^&\s]+)/.exec(token)?.[1] ?? token.trim();
+    const link = /token=([^&\s]+)/.exec(token)?.[1];
+    const given = link ? new URLSearchParams(`token=${link}`).get("token") ?? "" : token.trim();
     setBusy(true);
     setFault("");
     try {
