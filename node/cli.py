@@ -23,9 +23,9 @@ from typing import Any, Literal, NoReturn, TextIO, cast
 from node import __version__
 from node.commands.examples import EXAMPLES
 from node.config.loader import DEFAULT, PRESET_KEY, Loaded, known_keys, load
-from node.config.manifest import ANY_RUN
-from node.errors import DataFolderError, MachineError, NodeError, UsageError
-from node.host.files import expand_user, write_new
+from node.config.manifest import ANY_RUN, Manifest
+from node.errors import DataFolderError, MachineError, NodeError, RestartError, UsageError
+from node.host.files import NO_SPACE, expand_user, write_new
 
 EXIT_BUG = 70
 STEER_ACTIONS = ("show", "amend", "pause", "resume", "rollback", "stop", "sign", "submit")
@@ -68,22 +68,26 @@ class Call:
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Entry point. Returns the exit code."""
-    is_debug = False
+    is_debug, code = False, 0
     try:
         call = _read_call(sys.argv[1:] if argv is None else argv, environ)
         is_debug = call.loaded.config.log.level == "debug"
         is_beside = argv is None and call.args.command_function in (_evaluate, _serve)
-        code: int = (_run_beside_training if is_beside else call.args.command_function)(call)
+        code = (_run_beside_training if is_beside else call.args.command_function)(call)
+        print(end="", flush=True)  # A short output meets a closed pipe or a full disk only here.
     except NodeError as exc:
         print(f"diloco-node: {exc}", file=sys.stderr)
         return exc.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of the output has closed it (`| head`).
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _discard_output()  # Its reader has closed it (`| head`).
+        return code
     except Exception as exc:  # noqa: BLE001 - the root: any other exception is a bug and has its own exit code
+        if isinstance(exc, OSError) and exc.errno in NO_SPACE:
+            _discard_output()
+            print("diloco-node: the disk is full: free some space, and run the command again.", file=sys.stderr)
+            return RestartError.exit_code
         if is_debug:
             traceback.print_exc()
         print(
@@ -93,6 +97,11 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         )
         return EXIT_BUG
     return code
+
+
+def _discard_output() -> None:
+    """Let what Python writes to stdout when it ends disappear, as it cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_beside_training(call: Call) -> int:
@@ -439,10 +448,9 @@ def _status(call: Call) -> int:
     if call.args.json:
         print(json.dumps(client.status(), indent=2, ensure_ascii=False))
         return 0
-    from rich.console import Console
     from rich.text import Text
 
-    from node.commands.terminal import dashboard_link, describe
+    from node.commands.terminal import Printer, dashboard_link, describe
     from node.status import Status
 
     def text() -> Text:
@@ -450,7 +458,7 @@ def _status(call: Call) -> int:
         return describe(status, dashboard_link(call.data_dir, pid=None, has_token=sys.stdout.isatty()))
 
     if not call.args.watch:
-        Console(soft_wrap=True, highlight=False).print(text())
+        Printer(soft_wrap=True, highlight=False).print(text())
         return 0
     import time
 
@@ -467,11 +475,11 @@ def _status(call: Call) -> int:
 
 
 def _runs(call: Call) -> int:
-    from rich.console import Console
-
     from node.commands import runs
+    from node.commands.terminal import Printer
+    from node.config.overrides import with_overrides
 
-    found, other_protocols = runs.find_runs(call.loaded.config)
+    found, other_protocols = runs.find_runs(with_overrides(call.loaded).config)
     if call.args.run is not None:
         found = [runs.find_run(found, call.args.run)]
     if call.args.json:
@@ -481,7 +489,7 @@ def _runs(call: Call) -> int:
         print(runs.describe_run(found[0]))
         return 0
     if found:
-        Console(highlight=False).print(runs.describe_runs(found))
+        Printer(highlight=False).print(runs.describe_runs(found))
         print(
             "\n`diloco-node runs RUN` shows one of them with its invite. `diloco-node run --any` joins the first "
             "that fits and answers."
@@ -496,10 +504,8 @@ def _runs(call: Call) -> int:
 
 
 def _peers(call: Call) -> int:
-    from rich.console import Console
-
     from node.commands.client import Client
-    from node.commands.terminal import describe_groups, describe_peers
+    from node.commands.terminal import Printer, describe_groups, describe_peers
     from node.status import PeerRow
 
     found = Client(call.data_dir).peers()
@@ -507,21 +513,19 @@ def _peers(call: Call) -> int:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return 0
     rows = [PeerRow.model_validate(row) for row in found["peers"]]
-    Console().print(describe_groups(rows, call.args.by) if call.args.by else describe_peers(rows))
+    Printer().print(describe_groups(rows, call.args.by) if call.args.by else describe_peers(rows))
     return 0
 
 
 def _logs(call: Call) -> int:
     import time
 
-    from rich.console import Console
-
     from node.commands.client import Client
-    from node.commands.terminal import log_line
+    from node.commands.terminal import Printer, log_line
 
     if not 1 <= call.args.lines <= 2000:
         raise UsageError(f"--lines {call.args.lines} is not from 1 to 2000.")
-    client, console, after = Client(call.data_dir), Console(soft_wrap=True, highlight=False), None
+    client, console, after = Client(call.data_dir), Printer(soft_wrap=True, highlight=False), None
     while True:
         found = client.logs(level=call.args.level, after=after, limit=call.args.lines if after is None else 2000)
         after = found["last_id"]
@@ -553,7 +557,7 @@ def _install_service(call: Call) -> int:
     variables = {**installed.settings, **settings_as_variables(call.loaded)}
     variables.pop(service.DATA_DIR, None)
     is_own_folder = call.loaded.origins["node.data_dir"] != DEFAULT
-    if args.join is not None:
+    if args.join is not None and not args.remove:
         from node.config.manifest import parse_invite
 
         parse_invite(args.join)
@@ -673,7 +677,7 @@ def _config(call: Call) -> int:
             if name in table and (table[name] != HIDDEN or values[key] == known_keys()[key].default):
                 values[key], origins[key] = table[name], running["origins"].get(key, origins[key])
     if (manifest := find_manifest(call.data_dir)) is not None:
-        of_run = loaded.config.model_copy(update={"run": manifest.run})
+        of_run = loaded.config.model_copy(update={"run": _amended(manifest, call.data_dir).run})
         for key in values:
             if key.startswith("run.") and key != "run.preset":
                 values[key], origins[key] = value_of(of_run, key), "the run"
@@ -682,6 +686,17 @@ def _config(call: Call) -> int:
     for key, value, origin in rows:
         print(f"{key:<{widths[0]}} = {value:<{min(widths[1], 40)}}  # {origin}")
     return 0
+
+
+def _amended(manifest: Manifest, data_dir: Path) -> Manifest:
+    """The manifest of the data folder's run with the settings of the next round, which amendments may have changed."""
+    from node.config.amendments import schedule_of
+    from node.training.checkpoint import CheckpointStore
+
+    accepted, round_ = CheckpointStore(data_dir / "checkpoints", keep=1).newest_amendments()
+    if not accepted:
+        return manifest
+    return manifest.model_copy(update={"run": schedule_of(manifest.run, accepted.encode()).at(round_ + 1).run})
 
 
 def _format_value(value: Any) -> str:
@@ -704,7 +719,7 @@ def _doctor(call: Call) -> int:
 
     if call.args.members < 1:
         raise UsageError(f"A round has at least one member: --members {call.args.members} is too few.")
-    invite = parse_invite(call.args.join) if call.args.join else None
+    invite = parse_invite(call.args.join) if call.args.join not in (None, ANY_RUN) else None
     manifest = find_manifest(call.data_dir)
     if manifest is not None and invite is not None and manifest.hash != invite.manifest_hash:
         raise UsageError(f"{call.data_dir} belongs to another run: use a separate --data-dir for this invite.")
@@ -714,6 +729,7 @@ def _doctor(call: Call) -> int:
     with suppress(UsageError):
         phase = Phase(Client(call.data_dir).status()["phase"])
     loaded = with_overrides(call.loaded)
+    manifest = _amended(manifest, call.data_dir) if manifest is not None else None
     setup = doctor.NodeSetup(loaded.config, manifest, invite, call.args.members, phase, loaded.origins)
     findings = []
     for finding in doctor.run_checks(setup):
@@ -874,16 +890,18 @@ def _export(call: Call) -> int:
 
 def _publish(call: Call) -> int:
     from node.commands.publish import publish_now
+    from node.config.overrides import with_overrides
 
     _require_own(call.data_dir)
-    print(publish_now(call.loaded.config))
+    print(publish_now(with_overrides(call.loaded).config))
     return 0
 
 
 def _evaluate(call: Call) -> int:
     from node.commands.evaluate import evaluate
+    from node.config.overrides import with_overrides
 
-    scores = evaluate(call.loaded.config, expand_user(call.args.folder))
+    scores = evaluate(with_overrides(call.loaded).config, expand_user(call.args.folder))
     if call.args.json:
         print(json.dumps(scores, indent=2))
         return 0
@@ -898,10 +916,11 @@ def _generate(call: Call) -> int:
 
     os.environ.update(WORKER_ENVIRONMENT | os.environ)  # Before torch is imported: its threads must not spin.
     from node.commands.generate import generate
+    from node.config.overrides import with_overrides
     from node.host.logs import escaped
 
-    args = call.args
-    more = generate(call.loaded.config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
+    args, config = call.args, with_overrides(call.loaded).config
+    more = generate(config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
     text = args.text + more.text
     print(escaped(text) if sys.stdout.isatty() else text)
     return 0
@@ -909,9 +928,10 @@ def _generate(call: Call) -> int:
 
 def _serve(call: Call) -> int:
     from node.commands.serve import ServeOptions, serve
+    from node.config.overrides import with_overrides
     from node.host import logs
 
-    args, config = call.args, call.loaded.config
+    args, config = call.args, with_overrides(call.loaded).config
     logs.configure(config.log.level, config.log.format, to=sys.stderr)
     options = ServeOptions(args.host, args.port, args.requests, args.max_tokens)
     serve(config, options, lambda text: print(text, flush=True))

@@ -83,8 +83,13 @@ def leave(data_dir: Path) -> str:
     return "This machine belongs to nobody now."
 
 
+NOBODY = "This machine belongs to nobody: run `diloco-node owner set NAME`, or `diloco-node owner join TOKEN`."
+
+
 def describe(data_dir: Path) -> str:
     """The owner of this machine, its machines, and what they gave, as this data folder knows it."""
+    if not (data_dir / "identity.key").exists():  # Looking at a folder makes no node of it.
+        return NOBODY
     identity, own = _load(data_dir)
     profile, key = _profile(own), identity.peer_id
     known = _read(data_dir / "profiles.json").get("owners", {})
@@ -98,7 +103,7 @@ def describe(data_dir: Path) -> str:
             )
         name, team = granted["name"], granted["team"]
     elif not name:
-        return "This machine belongs to nobody: run `diloco-node owner set NAME`, or `diloco-node owner join TOKEN`."
+        return NOBODY
     machines = {key} | {machine for machine, one in known.items() if one["key"] == owner}
     keys = sorted(machines, key=lambda one: (one != owner, one))
     lines = [

@@ -13,7 +13,15 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from node.commands.client import Client
-from node.config.amendments import CHANGEABLE, Action, Amendment, AmendmentError, SignedAmendment, changed
+from node.config.amendments import (
+    CHANGEABLE,
+    MOST_BYTES,
+    Action,
+    Amendment,
+    AmendmentError,
+    SignedAmendment,
+    changed,
+)
 from node.config.loader import check_value, nearest
 from node.config.schema import Config
 from node.errors import DataFolderError, UsageError
@@ -187,6 +195,10 @@ def sign(client: Client, identity: Identity, amendment: Amendment) -> tuple[Sign
     """Sign an amendment. Returns it with the number of signatures that it still needs. Raises UsageError."""
     info = governance(client)
     check_key(info, identity)
+    if len(text := amendment.canonical()) > MOST_BYTES:
+        raise UsageError(
+            f"The change has {len(text):,} characters of at most {MOST_BYTES:,}: give fewer or shorter values."
+        )
     signed = sign_amendment(identity, amendment)
     return signed, info.threshold - len(signed.signatures)
 

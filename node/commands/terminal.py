@@ -115,6 +115,13 @@ class LiveView:
         self._console.file.flush()
 
 
+class Printer(Console):
+    """A console whose closed pipe (`| head`) ends the command as that of `print` does."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def dashboard_link(data_dir: Path, *, pid: int | None, has_token: bool = True) -> str:
     """Return the dashboard's URL, or "" while unknown. Browsers do not send its fragment, which holds the token.
 

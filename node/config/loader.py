@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from node.config.publish_address import parse_publish_address
+from node.config.publish_address import HUB, parse_publish_address
 from node.config.schema import ON_OFF, Config
 from node.errors import ConfigError
 from node.host.files import expand_user
@@ -35,7 +35,7 @@ _LINK = re.compile(
 OTHER_VARIABLES = frozenset({"DILOCO_FAULTS", "DILOCO_JOIN", "DILOCO_CODE", "DILOCO_TEXT", "DILOCO_TITLE"})
 """Variables that are not settings: the fault plan of tests, the value of --join, and what `notify.command` is given."""
 PRESET_KEY = "run.preset"
-PATH_KEYS = ("api.tls_cert", "api.tls_key", "publish.token_file", "evaluate.task_dir")
+PATH_KEYS = ("api.tls_cert", "api.tls_key", "publish.token_file", "evaluate.task_dir", "run.model.start", PRESET_KEY)
 """Keys of files and folders that may be relative to the working folder."""
 DEFAULT_PRESET = "builtin"
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
@@ -117,7 +117,8 @@ def settings_as_variables(loaded: Loaded) -> dict[str, str]:
 
 def _anywhere(key: str, text: str) -> str:
     """The value in a form that does not depend on the working folder."""
-    if text and (key in PATH_KEYS or (key == PRESET_KEY and text not in preset_names())):
+    is_name = (key == PRESET_KEY and text in preset_names()) or text.startswith(HUB)
+    if text and key in PATH_KEYS and not is_name:
         return str(expand_user(text).absolute())
     return str(parse_publish_address(text)) if text and key == "publish.to" else text
 
@@ -129,7 +130,7 @@ def _as_text(value: Any) -> str:
     if isinstance(value, tuple):
         if value and isinstance(value[0], BaseModel):
             return json.dumps([item.model_dump(mode="json") for item in value])
-        if any(isinstance(item, str) and "," in item for item in value):
+        if any(isinstance(item, str) and ("," in item or item != item.strip() or not item) for item in value):
             return json.dumps(value)
         return ",".join(map(str, value)) or "[]"
     return str(value)

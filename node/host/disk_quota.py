@@ -130,6 +130,8 @@ class Quota:
         patterns = ("checkpoints/*round-*", *WAITING, "cache/results-*.bin", "cache/download-*.bin", "logs/*")
         for pattern in (*patterns, "cache/*/*", "history/*damaged*", "*.damaged*"):
             for path in self._folder.glob(pattern):
+                if any(map(Path.is_symlink, path.parents[: -len(self._folder.parents) - 1])):
+                    continue  # It is outside of the folder, in which `used_bytes` does not count it.
                 if path not in kept and path.suffix != ".key" and not path.name.startswith("."):
                     with suppress(OSError):
                         yield Item(path, path.stat().st_mtime_ns)

@@ -57,6 +57,8 @@ def write_new(path: Path, text: str) -> None:
     except FileExistsError as exc:
         raise UsageError(f"{path} exists already: name a new file.") from exc
     except OSError as exc:
+        with suppress(OSError):
+            path.unlink()  # It is not whole, and would be in the way of the next try.
         raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder of yours.") from exc
 
 

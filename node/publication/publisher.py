@@ -90,13 +90,16 @@ class Publisher:
         return result, "this node has left its chain, or had no room for it." if result == "given_up" else ""
 
     def _publish(self, waiting: WaitingRound) -> Result:
+        left_s = waiting.waits_s(self._turn_s, self._clock())
         try:
             while not self._store.has(waiting.revision):
                 if waiting.is_given_up:
                     return "given_up"
-                waits_s = waiting.waits_s(self._turn_s, self._clock())
+                waits_s = min(left_s, waiting.waits_s(self._turn_s, self._clock()))  # The clock may be wrong.
                 if waits_s > 0:
-                    self._sleep(min(waits_s, LOOK_S))
+                    pause_s = min(waits_s, LOOK_S)
+                    self._sleep(pause_s)
+                    left_s -= pause_s
                     continue
                 folder = self._scratch / waiting.revision
                 if not folder.exists():

@@ -78,7 +78,8 @@ class WaitingRounds:
         target = self._folder / revision_of(round_, state_digest)
         if target.exists():
             return False
-        for left in self._folder.glob(f"{_TEMPORARY}*"):  # The disk refused it, or the process was killed.
+        removed = [path for path in self._folder.glob("round-*") if not (path / TURN_FILE).exists()]
+        for left in (*self._folder.glob(f"{_TEMPORARY}*"), *removed):  # The disk refused it, or a process was killed.
             shutil.rmtree(left, ignore_errors=True)
         temporary = self._folder / f"{_TEMPORARY}{target.name}"
         if not store.link_outer(round_, temporary):

@@ -38,7 +38,10 @@ def export_model(
     `flat` is fp32 cpu [P]. `add` may write further files to the folder that it gets. The folder is written whole or not
     at all. Raises DataFolderError if it holds files already, and MachineError if it cannot be written.
     """
+    folder = folder.resolve()
     with _translated(folder):
+        if folder.is_mount() or folder == Path.cwd():
+            raise DataFolderError(f"{folder} cannot be replaced by another folder: name a new folder inside it.")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DataFolderError(f"{folder} holds files already: name another folder for the export, or remove it.")
     model: Any = build_model(cfg, seed=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -22,10 +23,15 @@ from node import __version__
 from node.api.redaction import HIDDEN
 from node.cli import _make_parser, _read_call, duration_s, main, split_flags
 from node.commands.examples import EXAMPLES
+from node.commands.terminal import Printer
+from node.config.amendments import Amendment
 from node.config.manifest import Invite, Manifest, RoundConfig, RunConfig
 from node.config.schema import Config, LimitsConfig
 from node.errors import NodeError
 from node.status import NodeInfo, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
+from node.swarm.governance.charter import Charter, sign_amendment
+from node.swarm.identity import new_identity
+from node.training.checkpoint import CheckpointStore
 from tests.peer_row import peer_row
 
 TOKEN = "t" * 43
@@ -163,6 +169,34 @@ def test_command_succeeds_when_its_output_pipe_is_closed() -> None:
         shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_command_succeeds_when_the_pipe_of_its_short_output_is_closed(tmp_path: Path) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-m", "node.cli", "owner", "--data-dir", str(tmp_path / "none")],
+        stdout=write_fd, stderr=subprocess.PIPE, env=environment, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(write_fd)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_full_disk_is_named_when_the_output_cannot_be_written() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "node.cli", "config"],
+            stdout=full, stderr=subprocess.PIPE, timeout=60, check=False, text=True,
+        )  # fmt: skip
+    assert done.returncode == 75 and done.stderr.startswith("diloco-node: the disk is full"), done.stderr
+
+
+def test_table_that_is_printed_to_a_closed_pipe_ends_as_other_output_does() -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    with pytest.raises(BrokenPipeError), os.fdopen(write_fd, "w") as pipe:
+        Printer(file=pipe).print(100_000 * "x")
 
 
 def test_joining_node_names_the_given_run_settings_that_it_does_not_use(tmp_path: Path) -> None:
@@ -500,8 +534,17 @@ def test_watched_status_is_shown_until_ctrl_c(
     assert len(node.seen) == 3
 
 
+def accepted_steps(inner_steps: int) -> str:
+    """The list of accepted amendments of a run whose founder has changed the inner steps of round 1 and later ones."""
+    founder, run_id = new_identity(), "ab" * 32
+    charter = Charter(run_id, RunConfig(governance="founder", governance_keys=(founder.peer_id,)))
+    changes = {"round.inner_steps": inner_steps}
+    amendment = Amendment(run=run_id, number=1, from_round=1, action="amend", changes=changes)
+    return charter.accept(b"", sign_amendment(founder, amendment), 0).decode()
+
+
 def test_config_shows_what_the_running_node_and_the_run_use(
-    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunConfig(round=RoundConfig(inner_steps=20))
     manifest = Manifest(run_id="ab" * 16, initial_digest="cd" * 32, parameters=10, run=run)
@@ -515,6 +558,10 @@ def test_config_shows_what_the_running_node_and_the_run_use(
     assert call("config", "--data-dir", str(tmp_path), "--run.round.inner_steps", "120") == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["run.round.inner_steps"].split(" = ")[1].split() == ["20", "#", "the", "run"]
+    monkeypatch.setattr(CheckpointStore, "newest_amendments", lambda _store: (accepted_steps(30), 7))
+    assert call("config", "--data-dir", str(tmp_path)) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run.round.inner_steps")]
+    assert line.split(" = ")[1].split()[0] == "30", "an amendment has changed it"
     assert HIDDEN in lines["notify.webhook"] and lines["notify.webhook"].endswith("# file x.toml")
     assert "30" in lines["limits.upload_mbit_s"] and "settings of the page" in lines["limits.upload_mbit_s"]
 

@@ -181,3 +181,11 @@ def test_states_that_several_folders_share_count_once_and_are_freed_with_the_las
         "publish/round-00000001-ab/outer.safetensors",
         "checkpoints/round-00000003/outer.safetensors",
     }, "a process works on the oldest round that waits"
+
+
+def test_quota_removes_nothing_behind_a_symlink(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> None:
+    others = Folder(tmp_path_factory.mktemp("others"))
+    others.put("huggingface/hub/blob", 100, 9999)
+    (folder.path / "cache" / "huggingface").symlink_to(others.path / "huggingface")
+    folder.quota(20).enforce()
+    assert others.names == {"huggingface/hub/blob"}

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from node.host.files import LEFT_S, _machine_mark, whole_folder, write_whole
+from node.errors import UsageError
+from node.host.files import LEFT_S, _machine_mark, whole_folder, write_new, write_whole
 from tests.unit.disk import disk_that_takes
 
 
@@ -77,3 +78,13 @@ def test_what_another_machine_writes_stays_until_it_has_not_changed_for_an_hour(
     with whole_folder(tmp_path / "one") as folder:
         (folder / "file").write_text("whole")
     assert sorted(tmp_path.iterdir()) == sorted([fresh, tmp_path / "one"])
+
+
+def test_a_new_file_that_a_full_disk_refuses_is_not_in_the_way_of_the_next_try(tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    with disk_that_takes(1000), pytest.raises(UsageError, match="cannot be written"):
+        write_new(path, 2000 * "new")
+    write_new(path, "new")
+    with pytest.raises(UsageError, match="exists already"):
+        write_new(path, "newer")
+    assert path.read_text() == "new"

@@ -84,6 +84,8 @@ def test_texts_with_commas_are_given_as_json() -> None:
     start = loaded(flags=["--run.sample.prompts", json.dumps(prompts)])
     assert start.config.run.sample.prompts == prompts
     assert loaded(environ=settings_as_variables(start)).config.run.sample.prompts == prompts
+    spaced = loaded(flags=["--run.sample.prompts", '["The ", "def main("]'])
+    assert loaded(environ=settings_as_variables(spaced)).config.run.sample.prompts == ("The ", "def main(")
     assert loaded(flags=["--run.sample.prompts", "one,two"]).config.run.sample.prompts == ("one", "two")
 
 
@@ -331,3 +333,15 @@ def test_variables_of_services_that_kubernetes_adds_are_ignored() -> None:
     }  # fmt: skip
     assert loaded(environ=added) == loaded()
     assert "DILOCO_PORT" in error(environ={"DILOCO_PORT": "8080"}), "a mistake is named as before"
+
+
+def test_model_folder_keeps_its_meaning_in_another_working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = settings_as_variables(loaded(flags=["--run.model.start", "./model"]))
+    assert variables["DILOCO_RUN__MODEL__START"] == str(Path("model").absolute())
+    variables = settings_as_variables(loaded(flags=["--run.model.start", "hub:own/model"]))
+    assert variables["DILOCO_RUN__MODEL__START"] == "hub:own/model"
+
+
+def test_empty_data_folder_is_refused() -> None:
+    assert "should name a folder" in error(environ={"DILOCO_NODE__DATA_DIR": ""})
+    assert loaded(flags=["--node.data_dir", "."]).config.node.data_dir == Path.cwd()

@@ -128,6 +128,12 @@ def test_bad_use_is_refused_in_one_sentence(
     assert not (laptop / OWN_PROFILE_FILE).exists()
 
 
+def test_looking_at_a_folder_makes_no_node_of_it(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(laptop) == 0
+    assert "belongs to nobody" in capsys.readouterr().out
+    assert not laptop.exists()
+
+
 def test_machine_that_has_joined_cannot_rename_its_owner(
     laptop: Path, box: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,8 +53,17 @@ def test_an_export_overwrites_no_files(tmp_path: Path) -> None:
         export_model(TINY, flat[:-1], tmp_path / "out", card="", tokenizer=ByteTokenizer())
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
     (tmp_path / "empty").mkdir()
-    export_model(TINY, flat, tmp_path / "empty", card="", tokenizer=ByteTokenizer())
+    (tmp_path / "link").symlink_to("empty")
+    export_model(TINY, flat, tmp_path / "link", card="", tokenizer=ByteTokenizer())
     assert (tmp_path / "empty" / "config.json").exists()
+
+
+def test_an_export_into_the_working_folder_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataFolderError, match="name a new folder inside it"):
+        export_model(TINY, torch.empty(0), Path(), card="", tokenizer=ByteTokenizer())
 
 
 def changed_export(folder: Path, config: dict[str, object], without: str = "") -> ModelConfig:

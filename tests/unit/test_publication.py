@@ -34,7 +34,7 @@ from node.publication.stores import (
     revision_of,
     round_of,
 )
-from node.publication.waiting_rounds import MOST_WAITING, WaitingRounds
+from node.publication.waiting_rounds import MOST_WAITING, TURN_FILE, WaitingRounds
 from node.status import PublicationInfo
 from node.swarm.chain.chain import Tip
 from node.swarm.governance.charter import Charter
@@ -189,6 +189,9 @@ def test_rounds_that_the_disk_refused_leave_nothing_behind(tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 1
     rounds.add(Outer(), 7, "ab" * 32, 0)
     assert [one.round for one in rounds.all()] == [7] and len(list(tmp_path.iterdir())) == 1
+    (rounds.all()[0].folder / TURN_FILE).unlink()  # A process was killed while it removed the round.
+    rounds.add(Outer(), 8, "ab" * 32, 0)
+    assert [one.round for one in rounds.all()] == [8] and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_turn_comes_after_those_of_the_members_before(tmp_path: Path) -> None:
@@ -522,6 +525,13 @@ def test_the_next_in_turn_publishes_what_the_first_has_not(scene: Scene) -> None
     scene.rounds.add(Outer(), 3, "ab" * 32, 2)
     scene.publisher.run()
     assert scene.results == [("published", 3)] and scene.now_s == 1200.0
+
+
+def test_a_clock_that_was_set_back_adds_no_time_to_a_turn(scene: Scene) -> None:
+    scene.rounds.add(Outer(), 3, "ab" * 32, 1)
+    scene.now_s = -7200.0
+    scene.publisher.run()
+    assert scene.results == [("published", 3)] and scene.now_s == -7100.0
 
 
 def test_the_next_in_turn_writes_nothing_if_the_first_has_published(scene: Scene) -> None:

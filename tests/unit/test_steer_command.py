@@ -231,6 +231,14 @@ def test_a_change_that_cannot_be_is_refused_in_one_sentence(
     assert node.accepted == b""
 
 
+def test_a_change_that_is_too_long_to_be_signed_is_refused_in_one_sentence(
+    node: Node, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.commands.steer.MOST_BYTES", 100)
+    assert steer(home, "amend", "inner.lr=2e-4") == 2
+    assert "characters of at most 100" in capsys.readouterr().err and node.accepted == b""
+
+
 def test_another_key_may_not_steer(node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stranger = folder_of(tmp_path, "stranger")
     assert steer(stranger, "pause") == 2
