@@ -325,7 +325,7 @@ def test_training_that_diverges_has_an_infinite_loss() -> None:
 
 @pytest.mark.timeout(600)
 def test_killed_book_goes_on_with_the_cells_that_are_left(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.benchmarks.book", "compute", "--seeds", "2", "--steps", "60", "--jobs", "1"]
+    command = [sys.executable, "-m", "tests.benchmarks.book", "compute", "--seeds", "2", "--steps", "30", "--jobs", "1"]
     environment = {**os.environ, "BENCHMARK_RESULTS": str(tmp_path)}
     file = tmp_path / "book.jsonl"
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:

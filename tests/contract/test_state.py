@@ -99,8 +99,11 @@ def joiner(swarm: Swarm, others: Sequence[Node]) -> Node:
 
 
 def restart_at(node: Node, tip: Tip) -> None:
+    """Let the node continue at a tip. The rounds that it has replayed before are no result of a later one."""
+
     async def restart() -> None:
         node.participant.restart_at(tip)
+        node.mail.clear()
 
     node.host.do(restart())
 

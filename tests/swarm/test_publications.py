@@ -77,7 +77,7 @@ def test_run_from_a_publication_reaches_the_digest_of_the_uninterrupted_run(tmp_
 
 @pytest.mark.timeout(400)
 def test_members_publish_each_round_once_and_others_join_a_run_that_was_founded_from_the_hub(tmp_path: Path) -> None:
-    run = tiny(round={"policy": "steps", "inner_steps": 100, "min_peers": 1})
+    run = tiny(round={"policy": "steps", "inner_steps": 50, "min_peers": 1})
     with PublishHub(token="hf_of_this_test") as hub, Swarm(tmp_path / "swarm", run) as swarm:
         env = {**hub.environment, "HF_TOKEN": "hf_of_this_test", "HF_HOME": str(tmp_path / "home")}
         flags = ("--publish.to=hub:ada/tiny", "--publish.every_rounds=12", "--publish.turn_s=20")
