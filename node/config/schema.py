@@ -302,7 +302,8 @@ def _check_command(command: str) -> str:
 
 
 class NotifyConfig(Section):
-    """Messages to the owner when the node needs them: an error, a warning, a port that nobody reaches, an update."""
+    """Messages to the owner when the node needs them: an error, a warning, a port that nobody reaches, an update, or
+    five minutes in which it cannot start, for example for lack of memory."""
 
     webhook: Annotated[str, AfterValidator(_check_url)] = ""
     """URL that gets a POST with JSON: `node`, `run`, `code`, `text` and `at`."""

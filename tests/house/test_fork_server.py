@@ -13,7 +13,7 @@ from tests.swarm import fork_server
 def test_worker_rests_in_proportion_to_the_time_without_a_processor(
     monkeypatch: pytest.MonkeyPatch, waited_s: float, rest_s: float
 ) -> None:
-    used_s, now_s, rests = [0.0], [0.0], []
+    used_s, now_s, rests = [0.0], [0.0], list[float]()
     monkeypatch.setattr(time, "thread_time", lambda: used_s[0])
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(time, "sleep", rests.append)
