@@ -208,9 +208,12 @@ def test_data_directory_reports_its_used_bytes_by_kind_of_file(tmp_path: Path) -
     with DataDirectory.open(tmp_path) as directory:
         (tmp_path / "checkpoints" / "7").mkdir(parents=True)
         (tmp_path / "checkpoints" / "7" / "x").write_bytes(b"12345")
+        (tmp_path / "publish" / "round-7").mkdir(parents=True)
+        (tmp_path / "publish" / "round-7" / "outer").write_bytes(b"123")
         space = directory.space()
         assert 0 < space.free_bytes <= space.size_bytes
-        assert space.used_bytes == {"checkpoints": 5, "history": 0, "cache": 0, "logs": 0, "metrics": 0}
+        others = dict.fromkeys(("evaluate", "history", "cache", "logs", "metrics"), 0)
+        assert space.used_bytes == {"checkpoints": 5, "publish": 3} | others
 
 
 def test_full_disk_at_the_start_is_one_sentence_and_worth_another_start(
