@@ -79,10 +79,14 @@ LONGEST = (
 """Tests that take longest. They start first after the timed swarms, in this order."""
 
 
+SINGLE = ("tests/benchmarks/test_smoke.py", "tests/simulation/test_simulation.py")
+"""Long files whose tests share nothing, so that any process can run each of them."""
+
+
 def scope_of(nodeid: str) -> str:
-    """The group of tests that one pytest-xdist process runs in a row: all timed swarms, one benchmark, or one file."""
+    """The group of tests that one pytest-xdist process runs in a row: all timed swarms, a file, or a test of SINGLE."""
     file = nodeid.split("::")[0]
-    if file == "tests/benchmarks/test_smoke.py":
+    if file in SINGLE:
         return nodeid
     return "timed swarms" if file in TIMED_SWARMS else file
 
