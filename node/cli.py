@@ -65,6 +65,13 @@ class Call:
     def data_dir(self) -> Path:
         return self.loaded.config.node.data_dir
 
+    @property
+    def in_use(self) -> Loaded:
+        """The configuration with what the owner has set on the dashboard, which overrides all other sources."""
+        from node.config.overrides import with_overrides
+
+        return with_overrides(self.loaded)
+
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Entry point. Returns the exit code."""
@@ -477,9 +484,8 @@ def _status(call: Call) -> int:
 def _runs(call: Call) -> int:
     from node.commands import runs
     from node.commands.terminal import Printer
-    from node.config.overrides import with_overrides
 
-    found, other_protocols = runs.find_runs(with_overrides(call.loaded).config)
+    found, other_protocols = runs.find_runs(call.in_use.config)
     if call.args.run is not None:
         found = [runs.find_run(found, call.args.run)]
     if call.args.json:
@@ -660,9 +666,8 @@ def _config(call: Call) -> int:
     from node.commands.client import Client
     from node.config.loader import value_of
     from node.config.manifest import find_manifest
-    from node.config.overrides import with_overrides
 
-    loaded = with_overrides(call.loaded)
+    loaded = call.in_use
     values = {key: loaded.value_of(key) for key in known_keys()}
     origins = dict(loaded.origins)
     client = Client(call.data_dir)
@@ -714,7 +719,6 @@ def _doctor(call: Call) -> int:
     from node.commands import doctor
     from node.commands.client import Client
     from node.config.manifest import find_manifest, parse_invite
-    from node.config.overrides import with_overrides
     from node.status import Phase
 
     if call.args.members < 1:
@@ -728,7 +732,7 @@ def _doctor(call: Call) -> int:
     phase = None
     with suppress(UsageError):
         phase = Phase(Client(call.data_dir).status()["phase"])
-    loaded = with_overrides(call.loaded)
+    loaded = call.in_use
     manifest = _amended(manifest, call.data_dir) if manifest is not None else None
     setup = doctor.NodeSetup(loaded.config, manifest, invite, call.args.members, phase, loaded.origins)
     findings = []
@@ -890,18 +894,16 @@ def _export(call: Call) -> int:
 
 def _publish(call: Call) -> int:
     from node.commands.publish import publish_now
-    from node.config.overrides import with_overrides
 
     _require_own(call.data_dir)
-    print(publish_now(with_overrides(call.loaded).config))
+    print(publish_now(call.in_use.config))
     return 0
 
 
 def _evaluate(call: Call) -> int:
     from node.commands.evaluate import evaluate
-    from node.config.overrides import with_overrides
 
-    scores = evaluate(with_overrides(call.loaded).config, expand_user(call.args.folder))
+    scores = evaluate(call.in_use.config, expand_user(call.args.folder))
     if call.args.json:
         print(json.dumps(scores, indent=2))
         return 0
@@ -916,10 +918,9 @@ def _generate(call: Call) -> int:
 
     os.environ.update(WORKER_ENVIRONMENT | os.environ)  # Before torch is imported: its threads must not spin.
     from node.commands.generate import generate
-    from node.config.overrides import with_overrides
     from node.host.logs import escaped
 
-    args, config = call.args, with_overrides(call.loaded).config
+    args, config = call.args, call.in_use.config
     more = generate(config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
     text = args.text + more.text
     print(escaped(text) if sys.stdout.isatty() else text)
@@ -928,10 +929,9 @@ def _generate(call: Call) -> int:
 
 def _serve(call: Call) -> int:
     from node.commands.serve import ServeOptions, serve
-    from node.config.overrides import with_overrides
     from node.host import logs
 
-    args, config = call.args, with_overrides(call.loaded).config
+    args, config = call.args, call.in_use.config
     logs.configure(config.log.level, config.log.format, to=sys.stderr)
     options = ServeOptions(args.host, args.port, args.requests, args.max_tokens)
     serve(config, options, lambda text: print(text, flush=True))

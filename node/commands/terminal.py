@@ -116,7 +116,7 @@ class LiveView:
 
 
 class Printer(Console):
-    """A console whose closed pipe (`| head`) ends the command as that of `print` does."""
+    """A console that raises BrokenPipeError if its reader is gone (`| head`), as `print` does."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

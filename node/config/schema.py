@@ -38,8 +38,8 @@ ON_OFF = BeforeValidator(_on_or_off)
 MbitPerSecond = Annotated[float, Field(ge=0, le=1e6), AfterValidator(_check_mbit_s)]
 
 
-def _named(folder: object) -> object:
-    """An empty name would mean the working folder."""
+def _check_folder_name(folder: object) -> object:
+    """Refuse an empty name, which would mean the working folder."""
     if folder == "":
         raise ValueError("it should name a folder")
     return folder
@@ -50,7 +50,7 @@ class NodeConfig(Section):
 
     name: Annotated[str, Field(max_length=64), AfterValidator(check_name)] = ""
     """Name shown to the other members; empty means a short form of the peer id."""
-    data_dir: Annotated[Path, BeforeValidator(_named)] = Path("~/.local/share/diloco-node")
+    data_dir: Annotated[Path, BeforeValidator(_check_folder_name)] = Path("~/.local/share/diloco-node")
     """Folder for identity, checkpoints and history. Only one node at a time can use it."""
     text_dir: Path = Path("text")
     """Folder of the files that a run's sources name. A relative path is below `data_dir`."""

@@ -59,7 +59,7 @@ class Alert:
     code: str
     text: str
     settle_s: float = SETTLE_S
-    """It is told when it has lasted so long."""
+    """How long it must last before it is told."""
 
     @property
     def key(self) -> str:

@@ -130,11 +130,16 @@ class Quota:
         patterns = ("checkpoints/*round-*", *WAITING, "cache/results-*.bin", "cache/download-*.bin", "logs/*")
         for pattern in (*patterns, "cache/*/*", "history/*damaged*", "*.damaged*"):
             for path in self._folder.glob(pattern):
-                if any(map(Path.is_symlink, path.parents[: -len(self._folder.parents) - 1])):
-                    continue  # It is outside of the folder, in which `used_bytes` does not count it.
-                if path not in kept and path.suffix != ".key" and not path.name.startswith("."):
+                if path in kept or path.suffix == ".key" or path.name.startswith("."):
+                    continue
+                if not self._is_behind_link(path):  # `used_bytes` does not count what a link leads to.
                     with suppress(OSError):
                         yield Item(path, path.stat().st_mtime_ns)
+
+    def _is_behind_link(self, path: Path) -> bool:
+        """Whether a folder between the data folder and this path is a symbolic link."""
+        inner = path.relative_to(self._folder).parent
+        return any((self._folder / parent).is_symlink() for parent in (inner, *inner.parents) if parent.parts)
 
     def _newest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint. A complete one has a meta.json."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -71,7 +72,7 @@ def test_relay_carries_as_many_bytes_in_a_round_as_predicted(swarm: Swarm) -> No
         round_of(nodes, number)
         time.sleep(0.2)  # The round's commits may still be on their way.
         ratios.append((relay.host.wire.traffic.sent_bytes[Channel.RELAY] - before) / formula)
-    assert 1.0 <= min(ratios) < 1.1, ratios
+    assert min(ratios) >= 1.0 and statistics.median_low(ratios) < 1.1, ratios
 
 
 def test_only_members_that_can_be_called_reduce_if_there_are_any(swarm: Swarm) -> None:

@@ -57,7 +57,10 @@ export function healthOf(status: Status, now: number): Health | null {
   const unreachable = codes.delete("unreachable");
   codes.delete("newer_version");
   const lastedMs = now - (moment(status.since) ?? now);
-  if (waits(status) && codes.delete(status.code) && lastedMs > WAITS_MS) return unwell("Something needs you: this machine does not train. The reason is above.");
+  if (waits(status)) {
+    if (lastedMs > WAITS_MS) return unwell("Something needs you: this machine does not train. The reason is above.");
+    codes.delete(status.code);
+  }
   if (codes.size) return unwell("Something needs you: see the warning below.");
   if (status.phase === "connecting" && status.code === "no_peers" && lastedMs > UNANSWERED_MS) {
     return unwell("Something may be wrong: no member has answered for minutes. Check this machine's connection to the Internet, and ask for a new invite.");
