@@ -772,6 +772,10 @@ def _certificate(call: Call) -> int:
     return 0
 
 
+def _when(round_: int) -> str:
+    return f"after round {round_}" if round_ >= 0 else "before the first round"
+
+
 def _verify(call: Call) -> int:
     file = expand_user(call.args.file)
     if file.is_dir():
@@ -782,8 +786,8 @@ def _verify(call: Call) -> int:
         print(
             f"The folder is valid.\nRun     {record.manifest_hash}\nRound   {record.round}\n"
             f"Digest  {record.state_digest}\n{head}"
-            "The parameters are those of the state with this digest. Ask a member of the run whether its round "
-            f"{record.round} has it."
+            "The parameters are those of the state with this digest. Ask a member of the run whether its state "
+            f"{_when(record.round)} has it."
         )
         return 0
     from node.commands import credit
@@ -888,7 +892,7 @@ def _export(call: Call) -> int:
 
     target: Path = call.args.folder
     number = export(call.loaded.config, expand_user(target), with_gguf=call.args.gguf)
-    print(f"Wrote the model {f'after round {number}' if number >= 0 else 'before the first round'} to {target}.")
+    print(f"Wrote the model {_when(number)} to {target}.")
     return 0
 
 
