@@ -1,4 +1,4 @@
-"""Workers under test leave the processor to others after inner steps that had to wait for it."""
+"""Workers under test leave the processor to others after each inner step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.swarm import fork_server
 
 
-@pytest.mark.parametrize(("waited_s", "rest_s"), [(0.05, 0.15), (1.0, fork_server.LONGEST_REST_S), (0.0, 0.0)])
-def test_worker_rests_in_proportion_to_the_time_without_a_processor(
+@pytest.mark.parametrize(("waited_s", "rest_s"), [(0.0, 0.1), (0.05, 0.15), (1.0, fork_server.LONGEST_REST_S)])
+def test_worker_rests_as_long_as_it_computed_and_longer_if_it_had_to_wait(
     monkeypatch: pytest.MonkeyPatch, waited_s: float, rest_s: float
 ) -> None:
     used_s, now_s, rests = [0.0], [0.0], list[float]()
@@ -19,8 +19,8 @@ def test_worker_rests_in_proportion_to_the_time_without_a_processor(
     monkeypatch.setattr(time, "sleep", rests.append)
 
     def step(batch: int) -> int:
-        used_s[0] += 0.25
-        now_s[0] += 0.25 + waited_s
+        used_s[0] += 0.1
+        now_s[0] += 0.1 + waited_s
         return 2 * batch
 
     assert fork_server.rested(step)(21) == 42

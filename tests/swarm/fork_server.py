@@ -8,7 +8,8 @@ arguments, environment and files, in its own session. The process that asked for
 that connection closes, the server kills the forked process. If the process ends, the server sends its exit status.
 
 Nodes would train all the time, so tests that run at the same time would wait for processor time that nobody needs.
-A forked worker therefore rests after each inner step that had to wait for a processor.
+A forked worker therefore rests after each inner step: as long as the step computed, and longer if the step had to wait
+for a processor.
 
 The file `FOLDER/MARK/PID` exists while a forked process lives. MARK identifies the node. The file is needed because the
 kernel shows the server's environment and command line for a forked process.
@@ -106,14 +107,15 @@ def _import(module: str) -> Callable[[], int]:
 
 
 def rested(step: Callable[P, T]) -> Callable[P, T]:
-    """Make the thread rest after each call of `step` that had to wait for a processor. The rest counts as step time."""
+    """Make the thread rest after each call of `step`. The rest counts as step time."""
 
     @functools.wraps(step)
     def step_and_rest(*args: P.args, **kwargs: P.kwargs) -> T:
         began_at_s, used_s = time.perf_counter(), time.thread_time()
         result = step(*args, **kwargs)
-        waited_s = time.perf_counter() - began_at_s - (time.thread_time() - used_s)
-        time.sleep(min(max(0.0, REST * waited_s), LONGEST_REST_S))
+        computed_s = time.thread_time() - used_s
+        waited_s = time.perf_counter() - began_at_s - computed_s
+        time.sleep(min(max(computed_s, REST * waited_s), LONGEST_REST_S))
         return result
 
     return step_and_rest

@@ -49,7 +49,7 @@ def until_in_force(node: Node, number: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(420)
 def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
-    run = tiny(round={"min_peers": 2, "inner_steps": 60}, governance="founder", total_tokens=10**9)
+    run = tiny(round={"min_peers": 2, "inner_steps": 30}, governance="founder", total_tokens=10**9)
     with Swarm(tmp_path / "swarm", run) as swarm:
         keep = "--checkpoint.keep=16"
         founder = swarm.found(keep)
