@@ -12,6 +12,7 @@ import getpass
 import json
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         call = _read_call(sys.argv[1:] if argv is None else argv, environ)
         is_debug = call.loaded.config.log.level == "debug"
         is_beside = argv is None and call.args.command_function in (_evaluate, _serve)
+        if argv is None:
+            _handle_signals()
         code = (_run_beside_training if is_beside else call.args.command_function)(call)
         print(end="", flush=True)  # A short output meets a closed pipe or a full disk only here.
     except NodeError as exc:
@@ -104,6 +107,18 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         )
         return EXIT_BUG
     return code
+
+
+def _handle_signals() -> None:
+    """Let a command that gets a signal remove what it has not finished. `run` and `serve` replace these handlers."""
+
+    def end(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP.
+            signal.signal(number, end)
 
 
 def _discard_output() -> None:

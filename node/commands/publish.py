@@ -10,6 +10,7 @@ from node.commands.export import newest, tokenizer_of
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.errors import DataFolderError, UsageError
+from node.host.disk_quota import Quota, quota_bytes
 from node.publication.model_card import read_curve
 from node.publication.model_folder import write_model_folder
 from node.publication.stores import Superseded, open_store, revision_of
@@ -19,8 +20,8 @@ from node.worker.publisher import CURVE_FILE, FOLDER, publish_command, read_toke
 def publish_now(config: Config) -> str:
     """Publish the newest round to `publish.to`. Returns a sentence that says what was done.
 
-    Raises UsageError without an address, DataFolderError without a committed round, and MachineError if the place does
-    not work.
+    Raises UsageError without an address, DataFolderError without a committed round, MachineError if the place does not
+    work, and QuotaError if `limits.disk_gb` leaves no room for a copy of the model.
     """
     if not config.publish.to:
         raise UsageError("There is no place to publish to: write `diloco-node publish ADDRESS`, or set publish.to.")
@@ -42,7 +43,9 @@ def publish_now(config: Config) -> str:
             raise DataFolderError(
                 f"{cache} cannot be used ({exc.strerror}): repair its permissions or remove it."
             ) from exc
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        quota = Quota(config.node.data_dir, quota_bytes(config.limits.disk_gb), config.node.text_folder)
+        copy_bytes = checkpoint.anchor.nbytes + checkpoint.momentum.nbytes + checkpoint.credit.nbytes
+        with quota.room(copy_bytes), tempfile.TemporaryDirectory(dir=cache) as scratch:
             folder = Path(scratch) / revision
             write_model_folder(
                 manifest,

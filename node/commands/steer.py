@@ -249,7 +249,10 @@ def sign_file(path: Path, identity: Identity, info: GovernanceInfo | None) -> st
         check_key(info, identity)
     signed = add_signature(identity, signed)
     try:
-        write_whole(expand_user(path), _text(signed))
+        file = expand_user(path).resolve(strict=True)
+        mode = file.stat().st_mode
+        write_whole(file, _text(signed))
+        file.chmod(mode)  # Others can still read it, and sign it.
     except OSError as exc:
         raise UsageError(f"{path} cannot be written ({exc.strerror}): copy it to a folder of yours.") from exc
     what = f"{amendment.number}: {amendment.describe()}, from round {amendment.from_round}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ from node.config.manifest import Manifest, RunConfig
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config, PublishConfig
 from node.errors import ConfigError, DamagedState, MachineError, UsageError
+from node.host.disk_quota import LEAST_BYTES
 from node.publication.model_card import CurvePoint, curve_drawing, read_curve, with_point, write_curve
 from node.publication.model_folder import STATE_FILE, read_publication, verify_model_folder
 from node.publication.publisher import Publisher, PublishEvent
@@ -740,6 +743,37 @@ def test_publish_publishes_the_newest_round_once(tmp_path: Path, capsys: pytest.
     assert main(words) == 0
     assert "is at" in capsys.readouterr().out
     assert list((tmp_path / "node" / "cache").iterdir()) == [], "the scratch folder is left"
+
+
+def test_publish_writes_no_copy_for_which_the_disk_limit_leaves_no_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trained(tmp_path / "node", run_of())
+    (tmp_path / "node" / "large").write_bytes(bytes(LEAST_BYTES))
+    words = ["publish", str(tmp_path / "place"), "--data-dir", str(tmp_path / "node")]
+    assert main([*words, f"--limits.disk_gb={LEAST_BYTES / 1e9}"]) == 3
+    assert "limits.disk_gb allows" in capsys.readouterr().err
+    assert main(words) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_publish_that_gets_a_signal_leaves_no_copy_behind(tmp_path: Path, number: signal.Signals) -> None:
+    make_trained(tmp_path / "node", run_of())
+    program = """
+import sys, time, node.cli, node.commands.publish as publish
+def write(manifest, checkpoint, folder, **_):
+    folder.mkdir()
+    print("writes", flush=True)
+    time.sleep(60)
+publish.write_model_folder = write
+sys.exit(node.cli.main())
+"""
+    words = ["publish", str(tmp_path / "place"), "--data-dir", str(tmp_path / "node")]
+    with subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "writes\n"
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    assert list((tmp_path / "node" / "cache").iterdir()) == []
 
 
 def test_publish_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,10 @@ def test_two_of_three_keys_sign_a_file(
     assert "exists already: name a new file" in capsys.readouterr().err
     assert steer(folders[0], "submit", str(file)) == 2
     assert "1 of the 2 signatures" in capsys.readouterr().err
-    assert steer(folders[2], "sign", str(file)) == 0
+    file.chmod(0o664)
+    (tmp_path / "link.json").symlink_to(file)
+    assert steer(folders[2], "sign", str(tmp_path / "link.json")) == 0
+    assert stat.S_IMODE(file.stat().st_mode) == 0o664 and (tmp_path / "link.json").is_symlink()
     said = capsys.readouterr().out
     assert said.startswith(f"Signed amendment 1: inner.lr = 0.5, from round {LAST + 4}. It is complete:")
     stranger = folder_of(tmp_path, "stranger")
