@@ -18,7 +18,7 @@ from tests.benchmarks.processes import ROOT
 
 SMOKE = {
     "beside": "--seconds 1 --slice 1",
-    "churn": "--rounds 2 --inner-steps 30",
+    "churn": "--rounds 2 --inner-steps 8",
     "codecs": "--parameters 65536 --repeats 2",
     "data": "--turns 1 --seconds 0.2",
     "first_run": "--learnt-nats 6",
@@ -26,7 +26,7 @@ SMOKE = {
     "homes": "--scenarios all --homes 3 --rounds 1 --step-s 0.05 --inner-steps 20",
     "hostile": "--rounds 1 --seeds 1",
     "inner": "--pairs 2 --seconds 0.5 --threads 1",
-    "join": "--hidden 64 --layers 2 --inner-steps 50",
+    "join": "--hidden 64 --layers 2 --inner-steps 12",
     "kills": "--kills 2",
     "link_drop": "--phase 5 --nodes 2",
     "load": "--seconds 4 --slice 1 --streams 4 --rate 20",
@@ -36,7 +36,7 @@ SMOKE = {
     "rounds": "--peers 2 --parameters 100000 --rounds 1 --warm-up 0",
     "scaling": "--p2p 2 --local 4 --model 32 --rounds 2 --idle 1",
     "slow_line": "--parts line --rounds 1 --beside 1 --mbit 20 --round-s 2",
-    "slow_peer": "--seeds 1 --seconds 5 --inner-steps 20",
+    "slow_peer": "--seeds 1 --seconds 5 --inner-steps 5",
     "stops": "--stops 3 --hidden 64 --layers 2 --span 1",
     "sync": "--cells 500:2:blocking:fp16:2,500:2:hivemind:fp16:2 --rounds 1",
     "tab": "--seconds 2",

@@ -33,7 +33,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Iterator[Swar
     """A swarm whose rounds need two members. Its founder has just been started."""
     if lacks := missing():
         pytest.skip(lacks)
-    run = tiny(round={"inner_steps": 40, "min_peers": 2})
+    run = tiny(round={"inner_steps": 10, "min_peers": 2})
     with Swarm(tmp_path_factory.mktemp("phases"), run) as swarm:
         founder = swarm.node("founder")
         founder.program = "node.cli"  # The worker imports torch, which takes long enough to see the phase `starting`.
@@ -47,7 +47,7 @@ def crashing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, P
     folder = tmp_path_factory.mktemp("crashing")
     plan = folder / "plan"
     plan.write_text("inner@*=fail")
-    with Swarm(folder / "swarm", tiny(round={"inner_steps": 600})) as swarm:
+    with Swarm(folder / "swarm", tiny(round={"inner_steps": 150})) as swarm:
         node = swarm.node("crashing")
         node.program = PROGRAM
         yield node.start(env={TIMINGS: json.dumps({"backoff_s": []}), "DILOCO_FAULTS": f"file:{plan}"}), plan

@@ -47,7 +47,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     """A swarm of a founder, a node with a hostile name, and another one."""
     if lacks := missing():
         pytest.skip(lacks)
-    run = tiny(round={"inner_steps": 60, "min_peers": 1}, evaluation={"batches": 1})
+    run = tiny(round={"inner_steps": 15, "min_peers": 1}, evaluation={"batches": 1})
     with Swarm(tmp_path_factory.mktemp("browser"), run) as swarm:
         swarm.found()
         invite = swarm.nodes[0].invite()

@@ -290,7 +290,7 @@ def bring_to_error(node: Node) -> None:
 @needs_prometheus
 @pytest.mark.timeout(400)
 def test_prometheus_evaluates_all_panels_and_alerts_for_three_real_nodes(tmp_path: Path) -> None:
-    run = tiny(round={"inner_steps": 20, "min_peers": 2}, evaluation={"batches": 1})
+    run = tiny(round={"inner_steps": 5, "min_peers": 2}, evaluation={"batches": 1})
     with Swarm(tmp_path / "swarm", run) as swarm, node_with_gpu() as gpu:
         nodes = [swarm.found(), *swarm.join("second", "third")]
         targets = {node.name: str(node.http.base_url).removeprefix("http://").rstrip("/") for node in nodes}

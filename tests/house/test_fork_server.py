@@ -9,18 +9,16 @@ import pytest
 from tests.swarm import fork_server
 
 
-@pytest.mark.parametrize(("waited_s", "rest_s"), [(0.0, 0.1), (0.05, 0.15), (1.0, fork_server.LONGEST_REST_S)])
-def test_worker_rests_as_long_as_it_computed_and_longer_if_it_had_to_wait(
-    monkeypatch: pytest.MonkeyPatch, waited_s: float, rest_s: float
+@pytest.mark.parametrize(("took_s", "rest_s"), [(0.1, 0.3), (1.0, fork_server.LONGEST_REST_S)])
+def test_worker_rests_three_times_as_long_as_a_step_took_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch, took_s: float, rest_s: float
 ) -> None:
-    used_s, now_s, rests = [0.0], [0.0], list[float]()
-    monkeypatch.setattr(time, "thread_time", lambda: used_s[0])
+    now_s, rests = [0.0], list[float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(time, "sleep", rests.append)
 
     def step(batch: int) -> int:
-        used_s[0] += 0.1
-        now_s[0] += 0.1 + waited_s
+        now_s[0] += took_s
         return 2 * batch
 
     assert fork_server.rested(step)(21) == 42

@@ -53,7 +53,7 @@ TINY: dict[str, Any] = {
         "max_position_embeddings": 64,
     },
     "inner": {"batch_size": 4, "sequence_length": 64, "lr": 2e-3},
-    "round": {"policy": "steps", "inner_steps": 20, "min_peers": 1},
+    "round": {"policy": "steps", "inner_steps": 10, "min_peers": 1},
     "evaluation": {"batches": 0},
     "sample": {"prompts": []},
 }

@@ -67,7 +67,7 @@ class Team:
 
     def __init__(self, folder: Path, peers: int, mode: str = "blocking") -> None:
         self.plan = folder / "plan"
-        rules = {"policy": "time", "inner_steps": 100, "min_peers": 1 if peers == 2 else 2}
+        rules = {"policy": "time", "inner_steps": 25, "min_peers": 1 if peers == 2 else 2}
         sync = {"mode": mode, "fragments": 2}
         if mode != "blocking":
             sync |= {"codec": "int4", "feedback": "loco"}

@@ -11,7 +11,7 @@ CORRUPTED_ROUND = 1
 
 
 def test_node_with_silently_corrupted_state_is_detected_repaired_and_counted(tmp_path: Path) -> None:
-    with Swarm(tmp_path, tiny(round={"min_peers": 3, "inner_steps": 30})) as swarm:
+    with Swarm(tmp_path, tiny(round={"min_peers": 3, "inner_steps": 15})) as swarm:
         founder = swarm.found()
         (second,) = swarm.join("second")
         (third,) = swarm.join("third", env={"DILOCO_FAULTS": f"apply@{CORRUPTED_ROUND}=corrupt"})

@@ -29,7 +29,7 @@ GRACE_S, STALE_S, HUNG_S = 30.0, 2.0, 6.0
 @pytest.mark.timeout(400)
 def test_api_answers_quickly_while_the_worker_hangs_crashes_or_is_stopped(tmp_path: Path, figures: Figures) -> None:
     """Two nodes train. The second one suffers each fault in turn."""
-    run = tiny(model={"hidden_size": 256, "intermediate_size": 512}, round={"inner_steps": 10})
+    run = tiny(model={"hidden_size": 256, "intermediate_size": 512}, round={"inner_steps": 5})
     plan = tmp_path / "faults"
     timings = {"grace_s": GRACE_S, "stale_s": STALE_S, "hung_s": HUNG_S}
     with Swarm(tmp_path / "swarm", run) as swarm:

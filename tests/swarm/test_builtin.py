@@ -14,7 +14,7 @@ import pytest
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm
 
-SHORT_ROUNDS = "--run.round.inner_steps=25"
+SHORT_ROUNDS = "--run.round.inner_steps=10"
 
 
 @pytest.mark.timeout(300)

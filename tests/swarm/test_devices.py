@@ -20,7 +20,7 @@ def helpers(node: Node) -> list[psutil.Process]:
 @pytest.mark.timeout(240)
 def test_node_recovers_after_one_of_its_rank_processes_was_killed(tmp_path: Path) -> None:
     """The node with two ranks counts as one member of the swarm, before and after the kill."""
-    with Swarm(tmp_path, tiny(round={"inner_steps": 15})) as swarm:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 5})) as swarm:
         kill_a_rank(swarm)
 
 

@@ -32,12 +32,12 @@ COMPARED = 9
 
 def test_restarted_node_continues_in_the_middle_of_its_round(swarm: Swarm) -> None:
     """A node alone, whose round does not end, restores its inner step and its position in the text."""
-    swarm.preset.write_text(swarm.preset.read_text().replace("inner_steps = 20", "inner_steps = 1000000"))
+    swarm.preset.write_text(swarm.preset.read_text().replace("inner_steps = 10", "inner_steps = 1000000"))
     node = swarm.found()
-    node.until(lambda s: s["training"]["inner_step"] > 150, START_S)
+    node.until(lambda s: s["training"]["inner_step"] > 60, START_S)
     loss = stop(node)
     first = checkpoint_meta(node.checkpoints()[0])
-    assert first["inner_step"] > 150 and first["text"]["position"] == first["inner_step"] * 4 * 64
+    assert first["inner_step"] > 60 and first["text"]["position"] == first["inner_step"] * 4 * 64
     again = node.start().until_training()
     assert again["training"]["inner_step"] > first["inner_step"]
     assert again["training"]["tokens_total"] == again["training"]["inner_step"] * 4 * 64
@@ -57,7 +57,7 @@ def stop(node: Node) -> float:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
-    with Swarm(tmp_path_factory.mktemp("pair"), tiny(round={"inner_steps": 50})) as swarm:
+    with Swarm(tmp_path_factory.mktemp("pair"), tiny(round={"inner_steps": 25})) as swarm:
         swarm.found().until_training()
         swarm.join("second")
         for node in swarm.nodes:

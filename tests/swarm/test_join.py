@@ -13,7 +13,7 @@ from node.diloco.schedule import learning_rate, swarm_tokens_at
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, START_S, TINY, Node, Swarm, common_rounds, tiny, wait_for
 
-INNER_STEPS = 60
+INNER_STEPS = 15
 WARMUP_TOKENS = 100_000_000
 """The learning rate rises steeply during the whole test, so a wrong position in the schedule is noticed."""
 

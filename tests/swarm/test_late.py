@@ -63,7 +63,7 @@ def test_invite_still_works_after_the_node_that_issued_it_was_killed(swarm: Swar
 @pytest.mark.timeout(240)
 def test_joining_node_that_was_killed_continues_its_download_after_a_restart(tmp_path: Path) -> None:
     """When the node returns, the founder has newer checkpoints but has kept the one that the node was downloading."""
-    with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 10, "min_peers": 1})) as swarm:
+    with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 4, "min_peers": 1})) as swarm:
         founder = swarm.found(*OFTEN, env={"DILOCO_FAULTS": "serve@*=stall:1.5"})
         founder.until_round(2, 2 * START_S)
         (joiner,) = swarm.join("late")
@@ -128,7 +128,7 @@ def test_node_started_before_its_bootstrap_peer_joins_when_that_peer_starts(swar
 @pytest.mark.timeout(300)
 def test_nodes_that_were_all_killed_at_once_return_to_the_newest_saved_state(tmp_path: Path, figures: Figures) -> None:
     """The nodes' newest checkpoints are of different rounds. Rounds that no node has saved are trained again."""
-    with Swarm(tmp_path, tiny(round={"inner_steps": 40, "min_peers": 3})) as swarm:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 10, "min_peers": 3})) as swarm:
         often, rarely = "--checkpoint.every_s=0.2", "--checkpoint.every_s=600"
         swarm.found(rarely)
         swarm.join("second", "third", flags=[rarely])

@@ -35,7 +35,7 @@ class Party:
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    with Swarm(tmp_path_factory.mktemp("party"), tiny(round={"inner_steps": 30})) as swarm:
+    with Swarm(tmp_path_factory.mktemp("party"), tiny(round={"inner_steps": 15})) as swarm:
         swarm.found().until_training()
         swarm.join("second")[0].until_training()
         yield swarm

@@ -13,7 +13,7 @@ from tests.swarm.harness import PATIENCE, START_S, Swarm, checkpoint_meta, tiny
 def test_node_without_memory_for_one_sequence_saves_its_work_and_trains_again(tmp_path: Path) -> None:
     """Before, the node ended with exit code 3, after which no service starts it again."""
     plan = tmp_path / "faults"
-    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20, "min_peers": 1})) as swarm:
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 5, "min_peers": 1})) as swarm:
         node = swarm.found(env={"DILOCO_FAULTS": f"file:{plan}"})
         before = node.until_round(2, PATIENCE * START_S)
         plan.write_text("inner@*=memory:0")

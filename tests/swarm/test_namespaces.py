@@ -73,7 +73,7 @@ def test_both_sides_of_a_network_split_keep_training_and_agree_after_the_split(
     network: World, tmp_path: Path, figures: Figures
 ) -> None:
     hosts = [network.attach(DIRECT) for _ in range(4)]
-    with Swarm(tmp_path, tiny(round={"policy": "time", "min_peers": 2, "inner_steps": 120})) as swarm:
+    with Swarm(tmp_path, tiny(round={"policy": "time", "min_peers": 2, "inner_steps": 30})) as swarm:
         nodes = start_all(swarm, hosts, names=("second", "third", "fourth"))
         everybody = {node.peer_id() for node in nodes}
         wait_for(lambda: nodes[0].rounds_with(everybody), LONG_S, "no round of all four")
@@ -119,7 +119,7 @@ def test_nodes_behind_nat_contribute_to_rounds_but_reduce_no_chunks(
     direct, hidden = 2, 2
     hosts = [network.attach(DIRECT) for _ in range(direct)] + [network.attach(BEHIND_NAT) for _ in range(hidden)]
     names = [f"direct {i}" for i in range(1, direct)] + [f"hidden {i}" for i in range(hidden)]
-    run = tiny(round={"policy": "time", "min_peers": direct + hidden, "inner_steps": 50})
+    run = tiny(round={"policy": "time", "min_peers": direct + hidden, "inner_steps": 12})
     with Swarm(tmp_path, run) as swarm:
         nodes = start_all(swarm, hosts, names=names)
         for node in nodes[:direct]:
@@ -175,7 +175,7 @@ def most_mbit_s(
 def test_upload_and_download_limits_hold_from_the_start_and_after_each_change(network: World, tmp_path: Path) -> None:
     hosts = [network.attach(DIRECT) for _ in range(3)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-    rounds = {"policy": "time", "min_peers": 3, "inner_steps": 5}
+    rounds = {"policy": "time", "min_peers": 3, "inner_steps": 2}
     run = tiny(round=rounds, model=model, sync={"mode": "overlapped", "codec": "fp16"})
     with Swarm(tmp_path, run) as swarm:
         nodes = start_all(swarm, hosts, names=("second", "third"), flags=("--limits.upload_mbit_s=5",))
@@ -220,7 +220,7 @@ def test_upload_and_download_limits_hold_from_the_start_and_after_each_change(ne
 def test_node_with_a_slow_uplink_is_assigned_fewer_chunks_to_reduce(network: World, tmp_path: Path) -> None:
     hosts = [network.attach(Home("public", lines=(up_mbit_s, 100.0))) for up_mbit_s in (100.0, 100.0, 10.0)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-    run = tiny(round={"policy": "time", "min_peers": 3, "inner_steps": 15}, model=model)
+    run = tiny(round={"policy": "time", "min_peers": 3, "inner_steps": 4}, model=model)
     with Swarm(tmp_path, run) as swarm:
         nodes = start_all(swarm, hosts, names=("fast", "slow"))
         slow = nodes[2].peer_id()

@@ -19,7 +19,7 @@ ROUNDS = 5
 
 def run_of(mode: str) -> dict[str, Any]:
     """A run in this mode. Twice the inner steps make a round with two fragments as long as one without fragments."""
-    steps = {"overlapped": 400, "streaming": 800}[mode]
+    steps = {"overlapped": 100, "streaming": 200}[mode]
     return tiny(
         round={"policy": "time", "inner_steps": steps, "min_peers": 2},
         sync={"mode": mode, "fragments": 2, "codec": "int4", "feedback": "loco"},

@@ -25,7 +25,7 @@ def owner(node: Node, *words: str) -> str:
 @pytest.mark.timeout(300)
 def test_machines_of_one_owner_are_one_row_and_keep_their_name_when_they_leave(tmp_path: Path) -> None:
     run = tiny(
-        round={"min_peers": 1, "inner_steps": 75},
+        round={"min_peers": 1, "inner_steps": 38},
         sample={"prompts": [PROMPT], "every_rounds": 10, "tokens": 16},
     )
     with Swarm(tmp_path / "swarm", run) as swarm:

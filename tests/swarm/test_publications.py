@@ -77,7 +77,7 @@ def test_run_from_a_publication_reaches_the_digest_of_the_uninterrupted_run(tmp_
 
 @pytest.mark.timeout(400)
 def test_members_publish_each_round_once_and_others_join_a_run_that_was_founded_from_the_hub(tmp_path: Path) -> None:
-    run = tiny(round={"policy": "steps", "inner_steps": 50, "min_peers": 1})
+    run = tiny(round={"policy": "steps", "inner_steps": 12, "min_peers": 1})
     with PublishHub(token="hf_of_this_test") as hub, Swarm(tmp_path / "swarm", run) as swarm:
         env = {**hub.environment, "HF_TOKEN": "hf_of_this_test", "HF_HOME": str(tmp_path / "home")}
         flags = ("--publish.to=hub:ada/tiny", "--publish.every_rounds=12", "--publish.turn_s=20")
@@ -106,9 +106,9 @@ def test_members_publish_each_round_once_and_others_join_a_run_that_was_founded_
 
         again = swarm.node("again")
         again.preset = None
-        again.start("--from=hub:ada/tiny", "--run.round.inner_steps=120", env=env)
+        again.start("--from=hub:ada/tiny", "--run.round.inner_steps=30", env=env)
         status = again.until_round(max(rounds()) + 1, PATIENCE * START_S)
-        assert status["training"]["inner_steps"] == 120
+        assert status["training"]["inner_steps"] == 30
         late = swarm.node("late", join=again.invite())
         late.start()
         number = late.until_round(status["run"]["round"] + 1, PATIENCE * START_S)["run"]["round"]
@@ -121,7 +121,7 @@ def test_members_publish_each_round_once_and_others_join_a_run_that_was_founded_
 @pytest.mark.timeout(400)
 def test_scores_of_drawn_members_are_those_of_the_published_model_and_all_members_see_them(tmp_path: Path) -> None:
     tasks, place = make_tasks(tmp_path / "tasks"), tmp_path / "publications"
-    run = tiny(round={"policy": "time", "inner_steps": 400, "min_peers": 1})
+    run = tiny(round={"policy": "time", "inner_steps": 100, "min_peers": 1})
     # The package may be elsewhere on the path of this process.
     env = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1"}
     flags = ("--evaluate.tasks=words,code", f"--evaluate.task_dir={tasks}", "--evaluate.every_rounds=4")

@@ -8,7 +8,7 @@ from tests.swarm.harness import START_S, Swarm, tiny
 
 
 def test_relay_takes_no_part_in_rounds(tmp_path: Path) -> None:
-    with Swarm(tmp_path, tiny(round={"inner_steps": 20})) as swarm:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 5})) as swarm:
         founder = swarm.found()
         relay = swarm.node("relay", join=founder.invite())
         relay.preset, relay.order = None, "relay"

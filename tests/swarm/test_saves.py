@@ -29,7 +29,7 @@ def until_evaluating(node: Node) -> int:
 
 @pytest.mark.timeout(300)
 def test_node_stopped_during_an_evaluation_saves_the_round_that_it_evaluates(tmp_path: Path) -> None:
-    run = tiny(round={"inner_steps": 20}, evaluation={"batches": 60_000, "budget_s": BUDGET_S})
+    run = tiny(round={"inner_steps": 5}, evaluation={"batches": 60_000, "budget_s": BUDGET_S})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.found("--checkpoint.every_s=3600")
         evaluated = until_evaluating(node)
@@ -50,7 +50,7 @@ def test_node_stopped_during_an_evaluation_saves_the_round_that_it_evaluates(tmp
 def test_leaving_node_can_finish_a_long_operation_before_it_saves(tmp_path: Path, stage: str, saved: int) -> None:
     """The node's main thread is busy with an inner step, or applies a round, when the node must leave."""
     busy_s = SupervisorTimings().stop_s + 4
-    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 5})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": f"{stage}@3=stall:{busy_s}"})
         wait_for(lambda: f"Injected fault at {stage} of round 3" in node.said(), PATIENCE * START_S, "it is not busy")
         assert node.act("leave").status_code == 202
@@ -62,7 +62,7 @@ def test_leaving_node_can_finish_a_long_operation_before_it_saves(tmp_path: Path
 @pytest.mark.timeout(240)
 def test_node_stopped_before_its_first_inner_step_writes_no_checkpoint(tmp_path: Path) -> None:
     """The checkpoint that the node has just read already contains all its work."""
-    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 5})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600")
         node.until_round(1)
         assert node.stop() == 0
@@ -79,7 +79,7 @@ def test_node_stopped_before_its_first_inner_step_writes_no_checkpoint(tmp_path:
 @pytest.mark.timeout(240)
 def test_stopping_node_abandons_an_unfinished_checkpoint_and_saves_the_newest_state(tmp_path: Path) -> None:
     """A stop must not take the time of two checkpoints, because only the newer one is needed."""
-    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 5})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": "save@3=stall:8"})
         wait_for(lambda: "Injected fault at save of round 3" in node.said(), PATIENCE * START_S, "it does not save")
         node.until_round(4)
@@ -117,7 +117,7 @@ def test_node_that_trains_alone_recovers_all_its_rounds_after_being_killed(
     tmp_path: Path, mode: str, number: int, saved: int
 ) -> None:
     """All processes are killed in the middle of a round. `saved` is the round of the newest checkpoint."""
-    run = tiny(round={"inner_steps": 40}, sync={"mode": mode, "fragments": 2})
+    run = tiny(round={"inner_steps": 10}, sync={"mode": mode, "fragments": 2})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.node("founder")
         before = start_until(node, number)

@@ -27,7 +27,7 @@ def curves(node: Node) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.timeout(300)
 def test_two_nodes_write_the_same_curves_of_their_run(tmp_path: Path) -> None:
-    run = tiny(round={"min_peers": 2, "inner_steps": 50}, evaluation={"batches": 2, "every_rounds": 2})
+    run = tiny(round={"min_peers": 2, "inner_steps": 12}, evaluation={"batches": 2, "every_rounds": 2})
     with Swarm(tmp_path / "swarm", run) as swarm:
         founder = start(swarm.node("founder"))
         second = start(swarm.node("second", join=founder.invite()))

@@ -19,7 +19,7 @@ HUNG_S = 5.0
 
 @pytest.mark.timeout(240)
 def test_stopping_node_is_not_killed_while_a_slow_disk_saves_its_state(tmp_path: Path) -> None:
-    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20, "min_peers": 1})) as swarm:
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 5, "min_peers": 1})) as swarm:
         node = swarm.found(env={"DILOCO_FAULTS": f"save@*=stall:{SAVE_S}"})
         before = node.until_round(2, PATIENCE * START_S)
         began_s = time.monotonic()
@@ -37,7 +37,7 @@ def test_stopping_node_is_not_killed_while_a_slow_disk_saves_its_state(tmp_path:
 
 @pytest.mark.timeout(240)
 def test_starting_node_does_not_count_as_hung_while_a_slow_disk_reads_its_state(tmp_path: Path) -> None:
-    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20, "min_peers": 1})) as swarm:
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 5, "min_peers": 1})) as swarm:
         node = swarm.found()
         node.until_round(2, PATIENCE * START_S)
         node.running.send_signal(signal.SIGTERM)

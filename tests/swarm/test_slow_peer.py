@@ -9,7 +9,7 @@ import pytest
 from tests.swarm.harness import Swarm, tiny
 
 SLOWER = 8
-STEPS = 150
+STEPS = 40
 
 
 @pytest.mark.timeout(180)

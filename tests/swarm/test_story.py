@@ -12,7 +12,7 @@ from tests.swarm.harness import START_S, Swarm, assert_agreed, command, tiny, wa
 
 @pytest.mark.timeout(480)
 def test_three_nodes_train_together_survive_a_pause_and_a_kill_and_export_the_model(tmp_path: Path) -> None:
-    with Swarm(tmp_path, tiny(round={"inner_steps": 50, "min_peers": 2})) as swarm:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 25, "min_peers": 2})) as swarm:
         founder = swarm.found()
         second, third = swarm.join("second", "third")
         nodes = (founder, second, third)

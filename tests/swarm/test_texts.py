@@ -46,7 +46,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def swarm_of_texts(tmp_path: Path) -> Iterator[Swarm]:
-    with Swarm(tmp_path, tiny(data={"sources": [SOURCE]}, round={"min_peers": 1, "inner_steps": 40})) as swarm:
+    with Swarm(tmp_path, tiny(data={"sources": [SOURCE]}, round={"min_peers": 1, "inner_steps": 10})) as swarm:
         yield swarm
 
 
@@ -123,7 +123,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 @pytest.mark.timeout(240)
 def test_training_resumes_after_an_outage_of_the_hugging_face_hub(hub: Hub, tmp_path: Path) -> None:
     """Training continues from the buffer, then waits and says why, and resumes when the hub answers again."""
-    run = tiny(data={"sources": ["hub:own/text?config=en&split=train"]}, round={"min_peers": 1, "inner_steps": 40})
+    run = tiny(data={"sources": ["hub:own/text?config=en&split=train"]}, round={"min_peers": 1, "inner_steps": 10})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.found(env=hub.environment)
         node.until_round(2, 2 * START_S)
@@ -143,7 +143,7 @@ def test_all_members_read_the_hub_commits_that_the_founder_recorded(hub: Hub, ba
     for file in (bad_texts / "words").iterdir():
         shutil.copy(file, hub.folder)
     data = {"sources": ["hub:own/text?config=en&field=text"], "tokenizer": "hub:own/text@main"}
-    run = tiny(data=data, model={"vocab_size": 600}, round={"min_peers": 1, "inner_steps": 20})
+    run = tiny(data=data, model={"vocab_size": 600}, round={"min_peers": 1, "inner_steps": 5})
     with Swarm(tmp_path / "swarm", run) as swarm:
         founder = swarm.found(env=hub.environment)
         founder.until_round(0, 2 * START_S)

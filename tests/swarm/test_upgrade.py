@@ -63,7 +63,7 @@ def wait_for_common_round(nodes: list[Node], after: int) -> None:
 @same_protocol
 @pytest.mark.parametrize("founder_is_old", [True, False], ids=["old founder", "new founder"])
 def test_nodes_of_the_old_and_the_new_version_share_rounds(tmp_path: Path, founder_is_old: bool) -> None:
-    with Swarm(tmp_path, tiny(round={"inner_steps": 30, "min_peers": 2})) as swarm:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 15, "min_peers": 2})) as swarm:
         founder = start(swarm.node("founder"), is_old=founder_is_old)
         second = swarm.node("second", join=founder.invite())
         start(second, is_old=not founder_is_old).until_round(0, 3 * START_S)
@@ -72,7 +72,7 @@ def test_nodes_of_the_old_and_the_new_version_share_rounds(tmp_path: Path, found
 
 @same_protocol
 def test_new_version_continues_training_from_a_data_folder_of_the_old_version(tmp_path: Path) -> None:
-    with Swarm(tmp_path, tiny(round={"inner_steps": 30})) as swarm:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 15})) as swarm:
         node = start(swarm.node("founder"), is_old=True)
         node.until_training(3 * START_S)
         node.until_round(3, 3 * START_S)
@@ -90,7 +90,7 @@ def test_new_version_continues_training_from_a_data_folder_of_the_old_version(tm
 @other_protocol
 @pytest.mark.parametrize("founder_is_old", [True, False], ids=["old founder", "new founder"])
 def test_node_with_another_protocol_version_ends_with_exit_code_10(tmp_path: Path, founder_is_old: bool) -> None:
-    with Swarm(tmp_path, tiny(round={"inner_steps": 30})) as swarm:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 15})) as swarm:
         founder = start(swarm.node("founder"), is_old=founder_is_old)
         second = swarm.node("second", join=founder.invite())
         start(second, is_old=not founder_is_old)
