@@ -23,6 +23,8 @@ from node.publication.stores import revision_of, round_of
 from node.status import Value
 
 TURN_FILE = "turn.json"
+SCRATCH = ".scratch"
+"""The folder beside the waiting rounds in which the process that works on them writes."""
 MOST_WAITING = 4
 """Beyond it, the oldest round is given up, as each holds a whole outer state on the disk."""
 _TEMPORARY = ".writing-"

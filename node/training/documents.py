@@ -24,6 +24,8 @@ from node.errors import ConfigError, Damaged, MachineError, NodeError, Unreachab
 from node.training.hub import first_sentence, hub_error, require_no_folder
 
 LEAST_SHARDS = 32
+BZ2_ERROR = "Invalid data stream"
+"""What the module bz2 says of a damaged file, as an OSError without a class of its own."""
 LEAST_DATASETS = Version("5.1")
 """Older versions read local files that a data set of the hub names."""
 
@@ -61,7 +63,8 @@ class Documents:
     def _is_transient(self, exc: Exception) -> bool:
         """Whether a retry may help. It helps neither with a malformed or missing file nor with any local file."""
         malformed = (ValueError, KeyError, EOFError, BadGzipFile, zlib.error, lzma.LZMAError)
-        is_malformed = isinstance(exc, malformed) or type(exc).__module__.startswith("pyarrow")
+        is_malformed = isinstance(exc, malformed) or type(exc).__module__.startswith(("pyarrow", "zstandard"))
+        is_malformed |= type(exc) is OSError and str(exc) == BZ2_ERROR
         status = getattr(exc, "status", getattr(getattr(exc, "response", None), "status_code", 0))
         is_gone = isinstance(exc, (FileNotFoundError, PermissionError)) or status in (401, 403, 404, 410)
         return self._is_hub and not is_malformed and not is_gone

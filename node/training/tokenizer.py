@@ -87,11 +87,12 @@ class FastTokenizer:
         return np.asarray([*self.prompt(text), self.end], dtype=np.int32)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text. Raises Damaged if the tokenizer panics, as on a text that its pattern cannot match."""
+        """The tokens of a text. Raises Damaged if the tokenizer fails, as on a character that its vocabulary lacks."""
         try:
             tokens: list[int] = self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids
         except BaseException as exc:
-            if type(exc).__name__ != "PanicException":  # Of the Rust library, which does not export the class.
+            # The Rust library does not export the class of its panics, which is no Exception.
+            if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
                 raise
             raise Damaged(f"the tokenizer has failed on a document ({exc})") from exc
         return tokens

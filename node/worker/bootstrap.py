@@ -387,8 +387,11 @@ class Worker:
                 if exc.cause.code != "far_behind":  # No round of a chain that has lost may be published.
                     duties.chain_left()
                 session, is_downloaded = self._resync(session, exc.cause)
-            except (StopAsked, SwarmError):
+            except StopAsked:
                 trainer.save()
+                raise
+            except SwarmError:
+                trainer.save_if_possible()
                 raise
             except MachineError as exc:
                 self._save_and_end(trainer, exc)
@@ -410,9 +413,9 @@ class Worker:
         )
 
     def _save_and_end(self, trainer: Trainer, error: MachineError) -> NoReturn:
-        """Save the work if the parameters are sound after `error`, and end the worker."""
+        """Save the work if the parameters are sound after `error`, and end the worker, also if the disk is full."""
         if error.code in SAVED_AFTER:
-            trainer.save()
+            trainer.save_if_possible()
         if error.code == OUT_OF_MEMORY:  # A game may have taken it. The next worker waits until the run fits.
             raise NodeError(str(error), code=error.code) from error
         raise error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from node.publication.waiting_rounds import WaitingRounds
+from node.publication.waiting_rounds import SCRATCH, WaitingRounds
 from node.swarm.chain.chain import Tip
 from node.training.checkpoint import CheckpointStore
 from node.worker.duty_process import DutyProcess
@@ -45,6 +46,11 @@ class Duty(Generic[Event]):
     def begin(self, command: Callable[..., DutyProcess], module: str, start: Callable[[], str]) -> None:
         """Start the process. `start` returns its first line."""
         self._process = command(module, start, self._rounds, self._on_line, self._events.put)
+
+    def clear(self) -> None:
+        """Remove what an earlier process was to work on, because the owner has turned the duty off."""
+        self._rounds.clear()
+        shutil.rmtree(self._folder / SCRATCH, ignore_errors=True)
 
     def let_wait(self, tip: Tip, rank: int) -> bool:
         """Let the round of this tip wait, whose checkpoint is on the disk. Returns False if it waits already."""

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from node.config.manifest import manifest_of
 from node.config.schema import Config
 from node.errors import NodeError
+from node.host.disk_quota import Quota, quota_bytes
 from node.host.priority import serve_parent
-from node.publication.waiting_rounds import WaitingRounds
+from node.publication.waiting_rounds import SCRATCH, WaitingRounds
 from node.status import MOST_SCORE, MOST_SCORES, TASK_NAME, TaskScores, Value
 
 FOLDER = "evaluate"
 """Folder of the waiting rounds, in the data folder."""
-SCRATCH = ".scratch"
 
 
 class EvaluatorEvent(Value):
@@ -53,7 +53,9 @@ def evaluate_waiting(config: Config, tell: Callable[[EvaluatorEvent], None]) -> 
         checkpoint = read_outer(newest.folder)
         manifest = manifest_of(config.node.data_dir)
         tokenizer = open_tokenizer(manifest.run.data.tokenizer, config.node.text_folder, config.node.hub_cache)
-        write_model_folder(manifest, checkpoint, scratch, tokenizer=tokenizer, command="")
+        quota = Quota(config.node.data_dir, quota_bytes(config.limits.disk_gb), config.node.text_folder)
+        with quota.room(checkpoint.anchor.nbytes):
+            write_model_folder(manifest, checkpoint, scratch, tokenizer=tokenizer, command="")
         rounds.remove(newest)  # Now, so that a task that crashes this process does so once.
         found = evaluate_folder(scratch, config.evaluate)
         told = choose_scores(found, config.evaluate.tasks)

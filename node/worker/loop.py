@@ -16,13 +16,19 @@ from node.worker.trainer import Trainer
 
 
 def train(trainer: Trainer) -> None:
-    """Train until the run is complete. Raises StopAsked on an order to stop, and the errors of the swarm."""
+    """Train until the run is complete. Raises StopAsked on an order to stop, and the errors of the swarm.
+
+    In overlapped modes, the last round may be committed while this node makes steps of the next one. It then makes no
+    more of them.
+    """
     while not trainer.run_is_complete:
         trainer.report_training()
         while not trainer.must_synchronize:
             trainer.inner_step()
             trainer.apply_committed_rounds()
             trainer.attend()
+        if trainer.run_is_complete:
+            break
         if trainer.run_is_paused:
             trainer.wait_for_amendment()
         elif trainer.has_contribution_in_flight:

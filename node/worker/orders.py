@@ -43,7 +43,9 @@ class Orders:
         self.config = config
         """The newest settings. Most of them apply at the worker's next start only."""
         self._ranks = config.devices.ranks
-        self._cpu_threads = self._first_cpu_threads = config.limits.cpu_threads
+        self._cpu_threads = config.limits.cpu_threads
+        self._has_new_threads = False
+        """Whether `limits.cpu_threads` has changed since the worker's start."""
         self._replica: Replica | None = None
         self._for_swarm: Config | None = None
         """New settings that the swarm's thread does not have yet."""
@@ -54,7 +56,7 @@ class Orders:
     def set_replica(self, replica: Replica | None) -> None:
         """Apply `limits.cpu_threads` to this replica from now on. It was started with the first settings."""
         self._replica = replica
-        if self._cpu_threads != self._first_cpu_threads:
+        if self._has_new_threads:
             self._limit_threads()
 
     def check(self) -> None:
@@ -108,6 +110,7 @@ class Orders:
         self._quota.limit_bytes = quota_bytes(config.limits.disk_gb)
         before, self._cpu_threads = self._cpu_threads, config.limits.cpu_threads
         if self._cpu_threads != before:
+            self._has_new_threads = True
             self._limit_threads()
         self._for_swarm = config
 

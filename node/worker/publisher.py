@@ -21,14 +21,13 @@ from node.host.files import expand_user
 from node.host.priority import serve_parent
 from node.publication.publisher import Publisher, PublishEvent
 from node.publication.stores import open_store
-from node.publication.waiting_rounds import WaitingRound, WaitingRounds
+from node.publication.waiting_rounds import SCRATCH, WaitingRound, WaitingRounds
 from node.status import Value
 
 FOLDER = "publish"
 """Folder of the waiting rounds, in the data folder."""
 CURVE_FILE = "curve.json"
 """File in FOLDER with the losses of the run's rounds (`model_card.Curve`)."""
-SCRATCH = ".scratch"
 
 
 class PublisherStart(Value):

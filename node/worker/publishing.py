@@ -84,6 +84,8 @@ class Publishing(Duty[PublishEvent]):
             self._place = str(parse_publish_address(config.publish.to))
             reporter.publication = known_publication(config)
             self.begin(command, "node.worker.publisher", self._start)
+        else:
+            self.clear()
 
     @property
     def is_on(self) -> bool:

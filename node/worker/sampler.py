@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from node.config.manifest import SampleConfig
+from node.errors import Damaged
 from node.host.files import write_whole
 from node.host.printable import CONTROLS
 from node.status import Sample
@@ -54,6 +55,9 @@ class TextSampler:
         try:
             texts = self._inner.continue_prompts(tip.state.anchor, self._budget_s(tip.round_s), before_token)
         except StopAsked:
+            return
+        except Damaged as exc:
+            logger.warning("No text is sampled: %s.", exc)
             return
         except torch.OutOfMemoryError:
             logger.warning("No text is sampled, as another program has taken the device's memory.")

@@ -109,6 +109,8 @@ class TaskEvaluation(Duty[EvaluatorEvent]):
         if self.is_on:
             self._tell_stored()
             self.begin(command, "node.worker.evaluator", config.model_dump_json)
+        else:
+            self.clear()
 
     @property
     def is_on(self) -> bool:

@@ -214,12 +214,12 @@ class Trainer:
     def must_synchronize(self) -> bool:
         """Whether a contribution is due, or the one in flight must be committed before further inner steps.
 
-        In a paused run no inner step is allowed.
+        In a run that is paused or complete, no inner step is allowed.
 
         While a contribution is in flight, blocking rounds allow no inner step, and overlapped rounds allow as many as a
         round has. The first round is always blocking, as its length is unknown.
         """
-        if self._terms.is_paused:
+        if self._terms.is_paused or self.run_is_complete:
             return True
         if self.has_contribution_in_flight:
             return self._run.sync.mode == "blocking" or self.tip.round_s is None or self._done_ratio >= 1.0
@@ -291,7 +291,7 @@ class Trainer:
         try:
             result = self._inner.step(lr, self._faults, self._after_micro_batch)
         except TrainingError as exc:
-            if not self._progress.steps or self._resets >= MAX_RESETS:
+            if self._resets >= MAX_RESETS:
                 raise
             self._reset_to_anchor(f"The local parameters no longer train ({exc})")
             return
@@ -474,7 +474,7 @@ class Trainer:
                 committed, worked=worked, round_s=old.round_s, step_s=self._inner.step_s
             )
         self._encoder.round_over(fragment, self.tip.round, committed.included and contributed)
-        if committed.is_replayed and committed.included:
+        if committed.included and not contributed:  # It was sent before a restart.
             self._encoder.forget(fragment)
         self._faults.before_merge()
         self._update_parameters(update, ranges, old)

@@ -33,8 +33,8 @@ from node.config.schema import Config
 from node.errors import NodeError
 from node.publication.publisher import Publisher
 from node.publication.stores import COMPLETE, revision_of
-from node.publication.waiting_rounds import WaitingRounds
-from node.worker.publisher import FOLDER, SCRATCH, PublisherStart, make_publisher
+from node.publication.waiting_rounds import SCRATCH, WaitingRounds
+from node.worker.publisher import FOLDER, PublisherStart, make_publisher
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import ROOT, end_all_on_sigterm
 from tests.benchmarks.series import Series, with_earlier

@@ -19,14 +19,16 @@ import pytest
 import torch
 
 from node.config.schema import Config
-from node.errors import MachineError, RestartError
+from node.errors import MachineError, NodeError, RestartError
 from node.status import Phase, RunInfo
 from node.swarm.member import MemberSnapshot
 from node.swarm.state_sync.catch_up import ResyncCause
+from node.training.checkpoint import DISK_FULL
 from node.training.device import ComputeDevice
 from node.training.hub import NO_ANSWER
+from node.training.inner import out_of_memory_error
 from node.worker import bootstrap, orders
-from node.worker.bootstrap import Worker, lost_gpu
+from node.worker.bootstrap import OUT_OF_MEMORY, Worker, lost_gpu
 from node.worker.reporter import Reporter
 from node.worker.session import Session, StartingPoint
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
@@ -53,6 +55,18 @@ def worker(connection: tuple[SupervisorLink, socket.socket], handler: Supervisor
     config = Config.model_validate({"node": {"data_dir": str(tmp_path)}})
     start = Start(mode="train", config=config.model_dump(mode="json"))
     return Worker(connection[0], start, config, handler)
+
+
+def test_node_without_device_memory_starts_again_although_the_disk_is_full(worker: Worker) -> None:
+    """Another program has taken the memory, and returns it some time."""
+
+    def save() -> None:
+        raise MachineError("The disk is full.", code=DISK_FULL)
+
+    trainer: Any = SimpleNamespace(save=save, save_if_possible=lambda: None)
+    with pytest.raises(NodeError) as raised:
+        worker._save_and_end(trainer, out_of_memory_error())
+    assert (raised.value.code, raised.value.exit_code) == (OUT_OF_MEMORY, NodeError.exit_code)
 
 
 @pytest.mark.parametrize("has_trained", [True, False])

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from node.config.schema import Config
+from node.training.device import threads_per_rank
 from node.worker import orders
 from node.worker_protocol import Adjust
 
@@ -51,3 +52,23 @@ def test_a_limit_of_threads_that_came_before_the_model_was_loaded_applies(tmp_pa
     waiting.check()
     waiting.set_replica(replica)
     assert used == [1]
+
+
+def test_a_limit_of_threads_that_is_raised_again_while_the_model_is_loaded_applies(tmp_path: Path) -> None:
+    used: list[int] = []
+    replica = cast(Any, SimpleNamespace(use_threads=used.append))
+    first = Config.model_validate({"node": {"data_dir": tmp_path}, "limits": {"cpu_threads": 2}})
+    low = Config.model_validate({"node": {"data_dir": tmp_path}, "limits": {"cpu_threads": 1}})
+    given: list[Any] = []
+    link = SimpleNamespace(take_adjust=lambda: given.pop() if given else None, take_submitted=lambda: None, stop=None)
+    made = orders.Orders(
+        cast(Any, link), first, cast(Any, SimpleNamespace(swarm=None)), cast(Any, SimpleNamespace(limit_bytes=0)),
+        lambda: 0.0,
+    )  # fmt: skip
+    made.set_replica(replica)
+    for config, now in ((low, replica), (first, None)):
+        made.set_replica(now)
+        given.append(Adjust(config=config.model_dump(mode="json")))
+        made.check()
+    made.set_replica(replica)
+    assert used == [threads_per_rank(1, 1), threads_per_rank(2, 1)]

@@ -15,12 +15,15 @@ import pytest
 from node.cli import main
 from node.config.schema import Config, EvaluateConfig
 from node.errors import MachineError, UsageError
+from node.host.disk_quota import LEAST_BYTES
 from node.publication.tasks import evaluate_folder, scores_of
-from node.publication.waiting_rounds import WaitingRounds
+from node.publication.waiting_rounds import SCRATCH, WaitingRounds
 from node.status import MOST_SCORE, MOST_SCORES, PeerRow, Report, TaskScores, TrainingInfo
 from node.swarm.member import MemberSnapshot
 from node.training.checkpoint import CheckpointStore
+from node.worker import publisher
 from node.worker.evaluator import FOLDER, EvaluatorEvent, choose_scores, evaluate_waiting
+from node.worker.publishing import Publishing
 from node.worker.task_evaluation import MOST_TASKS, SCORES_FILE, TaskEvaluation, TaskMedians, draw
 from node.worker_protocol import StatusReport, decode_worker_message, encode
 from tests.peer_row import peer_row
@@ -265,6 +268,33 @@ def test_a_task_whose_data_is_missing_is_reported_and_not_tried_again(
     evaluate_waiting(config_of(node, tasks), events.append)
     assert events[0].scores is None and "words, code could not be evaluated" in events[0].reason
     assert rounds.all() == []
+
+
+def test_model_is_not_written_if_the_disk_limit_leaves_no_room(tmp_path: Path) -> None:
+    node, tasks = tmp_path / "node", make_tasks(tmp_path / "tasks")
+    _, _, digest = make_trained(node, run_of())
+    (node / "large").write_bytes(bytes(LEAST_BYTES))
+    WaitingRounds(node / FOLDER).add(CheckpointStore(node / "checkpoints", 2), 1, digest, 0)
+    config = config_of(node, tasks)
+    config = config.model_copy(update={"limits": config.limits.model_copy(update={"disk_gb": LEAST_BYTES / 1e9})})
+    events: list[EvaluatorEvent] = []
+    evaluate_waiting(config, events.append)
+    assert events[0].scores is None and "limits.disk_gb allows" in events[0].reason
+
+
+def test_nothing_waits_on_the_disk_after_publishing_and_evaluation_are_turned_off(tmp_path: Path) -> None:
+    _, _, digest = make_trained(tmp_path, run_of())
+    store: Any = CheckpointStore(tmp_path / "checkpoints", 2)
+    duties = [tmp_path / FOLDER, tmp_path / publisher.FOLDER]
+    for folder in duties:
+        WaitingRounds(folder).add(store, 1, digest, 0)
+        (folder / SCRATCH).mkdir()
+    reporter: Any = FakeReporter()
+    config = Config.model_validate({"node": {"data_dir": str(tmp_path)}})
+    TaskEvaluation(config, store, reporter, MemberSnapshot, lambda _: None, command=FakeProcess)
+    counters: Any = SimpleNamespace()
+    Publishing(config, store, reporter, counters, MemberSnapshot, lambda _: False, command=FakeProcess)
+    assert [list(folder.iterdir()) for folder in duties] == [[], []]
 
 
 # The worker's part

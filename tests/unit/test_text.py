@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import json
 import sys
 import sysconfig
@@ -16,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from node.config.manifest import RunConfig
-from node.errors import ConfigError, MachineError
+from node.config.manifest import RunConfig, parse_source
+from node.errors import ConfigError, Damaged, MachineError
+from node.training.documents import Documents
 from node.training.packing import ShardOrder
 from node.training.text import Reader, drawn_sources, open_text
 from node.training.tokenizer import BEGIN, END, open_tokenizer
@@ -356,6 +358,37 @@ def test_a_file_on_which_the_tokenizer_panics_is_left_out(tmp_path: Path, caplog
     (tmp_path / "10.txt").write_text("a" * 40 + "b")
     take(reader(tmp_path, "text:*.txt", tokenizer="panics", held_out_one_in=NONE_HELD_OUT), 60)
     assert "left out" in caplog.text and "the tokenizer has failed on a document" in caplog.text
+
+
+def test_a_document_with_a_character_that_the_vocabulary_lacks_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Unigram tokenizer has no token for unknown characters unless its trainer is told to make one."""
+    from tokenizers import Tokenizer, models, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.Unigram())
+    trainer = trainers.UnigramTrainer(vocab_size=30, special_tokens=["<end>"], show_progress=False)
+    inner.train_from_iterator(["common words"] * 20, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(tmp_path / "unigram")
+    for number in range(41):
+        write_json(tmp_path / f"{number:02d}", ["common words"] * 20)
+    write_json(tmp_path / "10", ["caf\u00e9", "common words"])
+    take(reader(tmp_path, "json:*.jsonl", tokenizer="unigram", held_out_one_in=NONE_HELD_OUT), 60)
+    assert "A document is left out: the tokenizer has failed" in caplog.text
+
+
+def test_a_damaged_bz2_file_of_the_hub_is_not_read_again_for_ever(tmp_path: Path) -> None:
+    packed = bytearray(bz2.compress(b'{"text": "some text"}\n' * 40_000))
+    packed[len(packed) // 2] ^= 0xFF
+    good = bz2.compress(b'{"text": "some text"}\n')
+    for number in range(41):
+        (tmp_path / f"{number:02d}.jsonl.bz2").write_bytes(packed if number == 7 else good)
+    documents = Documents(parse_source("json:*.jsonl.bz2"), tmp_path, tmp_path / "cache")
+    documents._is_hub = True
+    assert [text for _, text in documents.read(6, 0)] == ["some text"]
+    with pytest.raises(Damaged, match="Invalid data stream"):
+        list(documents.read(7, 0))
 
 
 def test_a_document_on_which_the_tokenizer_panics_costs_no_other_document(
