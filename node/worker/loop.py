@@ -27,11 +27,9 @@ def train(trainer: Trainer) -> None:
             trainer.inner_step()
             trainer.apply_committed_rounds()
             trainer.attend()
-        if trainer.run_is_complete:
-            break
         if trainer.run_is_paused:
             trainer.wait_for_amendment()
         elif trainer.has_contribution_in_flight:
             trainer.wait_for_outer_step()
-        else:
+        elif not trainer.run_is_complete:
             trainer.send_pseudo_gradient()
