@@ -257,7 +257,7 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
     until = command.add_mutually_exclusive_group()
     until.add_argument("--for", dest="for_s", metavar="TIME", type=duration_s, help="such as 45m, 2h or 1h30m")
     moment_help = "such as 18:30, 'tomorrow 8:00', 'mon 8:00' or RFC 3339"
-    until.add_argument("--until", metavar="MOMENT", type=_moment, help=moment_help)
+    until.add_argument("--until", metavar="MOMENT", help=moment_help)
     until.add_argument(
         "--after-round", metavar="N", type=int, help="pause when round N has ended; 0: when the current round has"
     )
@@ -384,19 +384,6 @@ def duration_s(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration: write it as 45m, 2h or 1h30m")
     seconds = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
     return sum(float(number) * seconds[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)([dhms])", text))
-
-
-def _moment(text: str) -> str:
-    """Convert a moment to RFC 3339 in UTC."""
-    from datetime import UTC, datetime
-
-    from node.config.weekly_hours import parse_moment
-    from node.status import rfc3339
-
-    try:
-        return rfc3339(parse_moment(text, datetime.now(UTC)))
-    except (ValueError, OverflowError) as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 # Commands
@@ -642,8 +629,11 @@ def _act(call: Call) -> int:
     from node.commands.client import Client
 
     client = Client(call.data_dir)
-    order = {name: getattr(call.args, name, None) for name in ("for_s", "until", "after_round")}
-    order = {name: value for name, value in order.items() if value is not None}
+    asked = {name: getattr(call.args, name, None) for name in ("for_s", "until", "after_round")}
+    order = {name: value for name, value in asked.items() if value is not None}
+    until = ""
+    if "until" in order:
+        order["until"], until = _read_moment(order["until"], client.config()["config"]["schedule"]["timezone"])
     status = client.status() if "after_round" in order else {}
     newest = status["run"]["round"] if status else -1
     if order.get("after_round") == 0:
@@ -656,8 +646,23 @@ def _act(call: Call) -> int:
     elif number is not None:
         print(f"pause: accepted; round {number} has ended already, so the node pauses now.")
     else:
-        print(f"{call.args.command}: accepted; the node goes to phase {answer.get('phase', 'unknown')}.")
+        print(f"{call.args.command}: accepted; the node goes to phase {answer.get('phase', 'unknown')}{until}.")
     return 0
+
+
+def _read_moment(text: str, timezone: str) -> tuple[str, str]:
+    """Read a moment in the time zone of the node's hours. Returns it in RFC 3339, and as words for a person."""
+    from datetime import UTC, datetime
+
+    from node.config.weekly_hours import Hours, parse_moment
+    from node.status import rfc3339
+
+    hours = Hours(timezone=timezone)
+    try:
+        moment = parse_moment(text, datetime.now(UTC), hours.zone)
+        return rfc3339(moment), f" until {hours.dated(moment)}"
+    except (ValueError, OverflowError) as exc:
+        raise UsageError(f"argument --until: {exc}") from exc
 
 
 def _invite(call: Call) -> int:

@@ -273,7 +273,6 @@ def test_a_false_example_would_be_noticed(words: list[str]) -> None:
         (("config", "--run.preset", "~no-such-user/x.toml"), "names no user of this machine"),
         (("config", "--config", "~no-such-user/x.toml"), "names no user of this machine"),
         (("verify", "~no-such-user/x"), "names no user of this machine"),
-        (("pause", "--until", "0001-01-01T00:00:00+05:00"), "date value out of range"),
         (("config", "--run.phases", '[{"a":' + "[" * 50_000), "nested too deeply"),
         (("run", "--run.outer.lr=-1"), "greater than 0"),
     ],
@@ -368,6 +367,44 @@ def test_action_command_posts_its_action_and_prints_the_phase(
     assert call(*argv, "--data-dir", str(tmp_path)) == 0
     assert node.seen == [("POST", f"/api/v1/actions/{argv[0]}", body)]
     assert "phase paused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("zone", "machine_zone", "text", "sent", "shown"),
+    [
+        ("America/New_York", "UTC", "2031-01-31T08:00", "2031-01-31T13:00:00Z", "8:00 on 31 January 2031 (EST)"),
+        ("America/New_York", "UTC", "2031-01-31T08:00Z", "2031-01-31T08:00:00Z", "3:00 on 31 January 2031 (EST)"),
+        ("", "Asia/Tokyo", "2031-01-31T08:00", "2031-01-30T23:00:00Z", "8:00 on 31 January 2031 (JST)"),
+    ],
+)
+def test_pause_reads_a_moment_in_the_time_zone_of_the_running_node(
+    zone: str,
+    machine_zone: str,
+    text: str,
+    sent: str,
+    shown: str,
+    tmp_path: Path,
+    node: FakeNode,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TZ", machine_zone)
+    node.answer = 200, {"phase": "paused", "config": {"schedule": {"timezone": zone}}}
+    assert call("pause", "--until", text, "--data-dir", str(tmp_path)) == 0
+    assert node.seen[-1] == ("POST", "/api/v1/actions/pause", {"until": sent})
+    assert capsys.readouterr().out == f"pause: accepted; the node goes to phase paused until {shown}.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("soon", "'soon' is not a moment"), ("0001-01-01T00:00:00+05:00", "date value out of range")]
+)
+def test_pause_until_an_invalid_moment_is_bad_usage(
+    text: str, problem: str, tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node.answer = 200, {"config": {"schedule": {"timezone": ""}}}
+    assert call("pause", "--until", text, "--data-dir", str(tmp_path)) == 2
+    assert problem in capsys.readouterr().err
+    assert [method for method, *_ in node.seen] == ["GET"]
 
 
 def test_pause_with_after_round_0_pauses_after_the_round_in_progress(
