@@ -55,6 +55,13 @@ def die_with_parent(parent: int, *, by_kernel: bool = BY_KERNEL) -> None:
         sys.exit(1)
 
 
+def ignore_stop_signals() -> None:
+    """Let only the parent end this process. At a Ctrl-C, or at the end of a session, every process gets a signal, and
+    the parent still needs this one to save its work. Call this on the main thread."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def launch_command(command: Sequence[str], *, by_kernel: bool = BY_KERNEL) -> list[str]:
     """Return the command that runs `command` and kills it when the process that started it dies.
 

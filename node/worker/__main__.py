@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -13,7 +12,7 @@ import traceback
 from node.config.schema import Config
 from node.errors import NodeError, RestartError, TrainingError
 from node.host.logs import set_level
-from node.host.parent_death import die_with_parent
+from node.host.parent_death import die_with_parent, ignore_stop_signals
 from node.worker.supervisor_link import SupervisorLink, SupervisorLogHandler
 from node.worker_protocol import Ended
 
@@ -28,7 +27,7 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(os.getppid())
     sys.setswitchinterval(SWITCH_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_stop_signals()
     link = SupervisorLink(socket.socket(fileno=arguments.fd))
     try:
         start = link.wait_start(START_S)

@@ -32,7 +32,7 @@ from node.config.manifest import RunConfig
 from node.config.schema import Config, DevicesConfig
 from node.errors import ConfigError, MachineError, NodeError
 from node.host.files import write_whole
-from node.host.parent_death import die_with_parent
+from node.host.parent_death import die_with_parent, ignore_stop_signals
 from node.swarm.faults import faults_from
 from node.training.device import ComputeDevice, choose_device
 from node.training.fit import choose_execution, execution
@@ -244,6 +244,7 @@ def main() -> int:
     """Run one of the ranks 1 and up."""
     settings = RankSettings.model_validate_json(sys.stdin.buffer.read())
     die_with_parent(settings.parent)
+    ignore_stop_signals()
     devices, limits = settings.config.devices, settings.config.limits
     device = choose_device(devices, limits.cpu_threads, settings.rank, gpu_memory_ratio=limits.gpu_memory_ratio)
     model = build_model(settings.run.model, seed=0)

@@ -103,6 +103,21 @@ def test_node_killed_in_a_long_round_keeps_the_inner_steps_of_its_newest_checkpo
         assert first["training"]["inner_step"] >= saved, "it begins the round anew"
 
 
+@pytest.mark.timeout(300)
+def test_node_whose_processes_all_get_the_signals_of_a_session_that_ends_saves_its_work(tmp_path: Path) -> None:
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 1_000_000})) as swarm:
+        node = swarm.found("--checkpoint.every_s=3600", "--devices.ranks=2")
+        done = node.until(lambda s: s["training"]["inner_step"] > 20, PATIENCE * START_S)["training"]["inner_step"]
+        processes = node.processes()
+        assert len(processes) >= 4, "supervisor, worker, p2pd and the other rank"
+        for process in processes:
+            process.send_signal(signal.SIGHUP)
+            process.send_signal(signal.SIGTERM)
+        assert node.wait_end(PATIENCE * SupervisorTimings().stop_s) == 0
+        assert saved_steps(node) >= done
+        assert node.processes() == []
+
+
 def saved_steps(node: Node) -> int:
     """Inner steps of the round in the newest checkpoint; 0 while there is none, or while the node replaces it."""
     try:
