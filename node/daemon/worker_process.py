@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import psutil
 from pydantic import ValidationError
 
 from node.worker_protocol import (
@@ -145,6 +146,14 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def processor_s(self) -> float:
+        """The processor time that the process has used; 0 if it has ended."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return times.user + times.system
 
     def send(self, message: SupervisorMessage) -> None:
         if isinstance(message, Stop):

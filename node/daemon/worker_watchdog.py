@@ -24,7 +24,10 @@ class SupervisorTimings:
     """The supervisor's timeouts in seconds; tests shorten them."""
 
     grace_s: float = 60.0
-    """Time from a worker's start until it must send heartbeats."""
+    """Time from a worker's start until it must send heartbeats, or at least use the processor."""
+    start_s: float = 600.0
+    """Time from a worker's start for which it need not send heartbeats while it uses the processor. Imports are slow on
+    a busy machine."""
     hung_s: float = 30.0
     """A worker that sends no heartbeat for this long is killed and restarted."""
     stale_s: float = 15.0
@@ -51,15 +54,19 @@ class WorkerWatchdog:
         self._command, self._timings, self._on_message = command, timings, on_message
         self._worker: WorkerProcess | None = None
         self._started_at_s = 0.0
-        self._beat_at_s = 0.0
+        self._alive_at_s = 0.0
+        """When the worker last sent a heartbeat, or used the processor during its start."""
+        self._first_beat_at_s: float | None = None
+        self._processor_s = 0.0
         self._asked_at_s = 0.0
         self._ticked_at_s = 0.0
         self._stop_by_s: float | None = None
 
     async def start(self, start: Start) -> None:
         """Start a worker process. Raises OSError."""
-        self._started_at_s = self._beat_at_s = self._ticked_at_s = time.monotonic()
-        self._stop_by_s = None
+        self._started_at_s = self._alive_at_s = self._ticked_at_s = time.monotonic()
+        self._stop_by_s = self._first_beat_at_s = None
+        self._processor_s = 0.0
         self._worker = await WorkerProcess.spawn(self._command, start, self._receive)
         logger.debug("Worker process %d has started in mode %s.", self._worker.pid, start.mode)
 
@@ -84,16 +91,16 @@ class WorkerWatchdog:
 
     @property
     def lived_s(self) -> float:
-        """Seconds from the newest worker's start to its last heartbeat; 0 if it has sent none."""
-        return self._beat_at_s - self._started_at_s
+        """Seconds from the newest worker's first heartbeat to its last; 0 if it has sent none."""
+        return self._alive_at_s - self._first_beat_at_s if self._first_beat_at_s is not None else 0.0
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last heartbeat; 0 during the grace period and without a worker."""
+        """Seconds since the last sign of life; 0 during the grace period and without a worker."""
         now_s = time.monotonic()
         if self._worker is None or now_s - self._started_at_s < self._timings.grace_s:
             return 0.0
-        return now_s - self._beat_at_s
+        return now_s - self._alive_at_s
 
     def send(self, message: SupervisorMessage) -> None:
         """Send a message to the running worker, if there is one."""
@@ -126,17 +133,25 @@ class WorkerWatchdog:
         now_s, timings = time.monotonic(), self._timings
         self._extend_deadlines(now_s - self._ticked_at_s - timings.tick_s)
         self._ticked_at_s = now_s
+        if self._first_beat_at_s is None and now_s - self._started_at_s < timings.start_s:
+            self._watch_start(worker, now_s)
         if self._stop_by_s is not None and now_s > self._stop_by_s:
             worker.kill(f"it did not end within {now_s - self._asked_at_s:.0f} s")
         elif self.silent_s > timings.hung_s:
             worker.kill(f"it sent no heartbeat for {timings.hung_s:g} s")
+
+    def _watch_start(self, worker: WorkerProcess, now_s: float) -> None:
+        """Count the use of the processor as a sign of life."""
+        processor_s = worker.processor_s()
+        if processor_s > self._processor_s:
+            self._processor_s, self._alive_at_s = processor_s, now_s
 
     def _extend_deadlines(self, gap_s: float) -> None:
         """Move the deadlines by the time for which this process and its worker were frozen, as by `docker pause`."""
         if gap_s < FROZEN_S:
             return
         logger.info("This process was frozen for %.0f s, so the worker's deadlines are extended by that time.", gap_s)
-        self._beat_at_s = min(self._beat_at_s + gap_s, time.monotonic())
+        self._alive_at_s = min(self._alive_at_s + gap_s, time.monotonic())
         self._asked_at_s += gap_s
         if self._stop_by_s is not None:
             self._stop_by_s += gap_s
@@ -144,7 +159,8 @@ class WorkerWatchdog:
     def _receive(self, message: WorkerMessage) -> None:
         now_s, timings = time.monotonic(), self._timings
         if isinstance(message, Beat):
-            self._beat_at_s = now_s
+            self._alive_at_s = now_s
+            self._first_beat_at_s = self._first_beat_at_s or now_s
         elif isinstance(message, Unsaved) and self._stop_by_s is not None:
             self._stop_by_s = min(now_s + timings.stop_s, self._asked_at_s + timings.save_s)
         elif isinstance(message, Ended) and self._stop_by_s is None:

@@ -2,9 +2,9 @@
 
 BEHAVIOUR: work (normally), crash (exit at once), refuse, refuse-cuda (while the settings ask for a GPU), port-taken,
 updated, complete, rubbish (send a line that is not a message), deaf (ignore orders), silent (send no heartbeat),
-connect (find no peer), attempts (each round fails twice before it is committed), save:SECONDS (report unsaved work for
-that long before it ends), disk-full (fail to save at its end), brood:FILE (leave a child that holds all pipes; its pid
-goes to FILE).
+slow:SECONDS (compute that long before it sends anything), asleep (never send anything), connect (find no peer),
+attempts (each round fails twice before it is committed), save:SECONDS (report unsaved work for that long before it
+ends), disk-full (fail to save at its end), brood:FILE (leave a child that holds all pipes; its pid goes to FILE).
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ class FakeWorker:
         if behaviour == "crash":
             print("out of cheese", file=sys.stderr)
             raise SystemExit(3)
+        if behaviour == "slow":
+            until_s = time.monotonic() + float(self._argument)
+            while time.monotonic() < until_s:
+                pass
+        if behaviour == "asleep":
+            time.sleep(300)
         if behaviour == "brood":
             child = subprocess.Popen(["sleep", "300"], pass_fds=(self._socket.fileno(),))
             Path(self._argument).write_text(str(child.pid))

@@ -215,9 +215,25 @@ def test_invalid_message_from_the_worker_counts_as_a_crash(tmp_path: Path) -> No
 
 
 def test_worker_that_sends_no_heartbeat_counts_as_crashed(tmp_path: Path) -> None:
-    with Daemon(tmp_path, "silent", grace_s=0.6, hung_s=0.6, healthy_s=0.5, **QUICK) as daemon:
+    with Daemon(tmp_path, "silent", grace_s=0.6, start_s=0.0, hung_s=0.6, healthy_s=0.5, **QUICK) as daemon:
         reason = daemon.ready().until_phase("error", "worker_crashes")["reason"]
         assert "crashed 5 times in a row" in reason and "no heartbeat" in reason
+
+
+def test_worker_that_computes_before_its_first_heartbeat_is_not_killed(tmp_path: Path) -> None:
+    """Such as one that imports its modules on a slow machine."""
+    with Daemon(tmp_path, "slow:8", grace_s=1.0, hung_s=4.0, **QUICK) as daemon:
+        daemon.ready().until_phase("training")
+        assert daemon.status()["notices"] == []
+        assert "is killed" not in daemon.terminate()[2]
+
+
+@pytest.mark.parametrize(("behaviour", "start_s"), [("asleep", 600.0), ("slow:300", 1.5)])
+def test_worker_that_is_idle_or_takes_too_long_before_its_first_heartbeat_is_killed(
+    tmp_path: Path, behaviour: str, start_s: float
+) -> None:
+    with Daemon(tmp_path, behaviour, grace_s=0.5, hung_s=1.0, start_s=start_s, **QUICK) as daemon:
+        assert "no heartbeat" in daemon.ready().until_phase("error", "worker_crashes")["reason"]
 
 
 def test_livez_fails_while_the_worker_hangs_and_the_worker_is_replaced(tmp_path: Path) -> None:
