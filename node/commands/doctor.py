@@ -21,7 +21,7 @@ from node.commands.terminal import short_duration
 from node.config.loader import DEFAULT
 from node.config.manifest import Invite, Manifest, RunConfig
 from node.config.schema import Config, DevicesConfig
-from node.daemon.host_sensors import idle_seconds, on_battery
+from node.daemon.host_sensors import UNTOLD, idle_seconds, on_battery
 from node.daemon.http_server import bind_api
 from node.diloco.codec import make_codec
 from node.diloco.forecast import required_link_mbit_s, round_bytes, transfer_seconds, utilization
@@ -200,7 +200,8 @@ def _check_schedule(config: Config) -> Iterator[Finding]:
         if idle_s is None:
             yield Finding("warn", "user", f"schedule.user_active has no effect here: {source}.")
         else:
-            yield Finding("ok", "user", f"Somebody was active {idle_s:.0f} s ago, according to {source}.")
+            verdict: Literal["ok", "warn"] = "warn" if UNTOLD in source else "ok"
+            yield Finding(verdict, "user", f"Somebody was active {idle_s:.0f} s ago, according to {source}.")
     if schedule.on_battery == "pause" and (battery := on_battery()) is not None:
         yield Finding("ok", "battery", "On battery: the node would pause." if battery else "On mains power.")
 

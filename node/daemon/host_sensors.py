@@ -19,6 +19,8 @@ POWER_SUPPLIES = Path("/sys/class/power_supply")
 """Documented in the kernel's `Documentation/ABI/testing/sysfs-class-power`."""
 CONTAINER_MARKERS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 
+UNTOLD = "the desktop has not told logind yet whether somebody is active"
+
 
 def on_battery() -> bool | None:
     """Whether this machine runs on a battery; None without one."""
@@ -61,11 +63,13 @@ def idle_seconds() -> tuple[float | None, str]:
     if platform.system() == "Darwin":
         idle_s = _mac_idle_s()
         return idle_s, "ioreg" if idle_s is not None else "ioreg does not tell it"
-    if (idle_s := _logind_idle_s(now_s)) is not None:
+    properties = _logind_properties()
+    if (idle_s := parse_idle(properties, now_s)) is not None:
         return idle_s, "logind"
+    why = UNTOLD if properties else "there is no logind"
     if (idle_s := _terminals_idle_s(now_s)) is not None:
-        return idle_s, "terminals"
-    return None, "there is no logind and nobody at a terminal"
+        return idle_s, f"terminals only, because {why}"
+    return None, f"{why}, and nobody is at a terminal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +112,28 @@ def parse_hid_idle(properties: str) -> float | None:
     return int(found[1]) / 1e9 if found is not None else None
 
 
-def _logind_idle_s(now_s: float) -> float | None:
-    """Return the idle time over all sessions, which `loginctl show-session` describes if none is named."""
+def _logind_properties() -> str:
+    """Return the idle properties over all sessions, which `loginctl show-session` prints if none is named; empty
+    without logind."""
     try:
         done = subprocess.run(
             ["loginctl", "show-session", "-p", "IdleHint", "-p", "IdleSinceHint"],
             capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return None
-    return parse_idle(done.stdout, now_s)
+        return ""
+    return done.stdout
 
 
 def parse_idle(properties: str, now_s: float) -> float | None:
-    """Return the idle seconds from logind's properties. `IdleSinceHint` is Unix time in microseconds."""
+    """Return the idle seconds from logind's properties. `IdleSinceHint` is Unix time in microseconds.
+
+    Some desktops, such as KDE's, never set the hint. It then stays `no` since time 0, which tells nothing.
+    """
     known = dict(line.split("=", 1) for line in properties.splitlines() if "=" in line)
-    if known.get("IdleHint") == "no":
-        return 0.0
     since = known.get("IdleSinceHint", "")
+    if known.get("IdleHint") == "no":
+        return None if since == "0" else 0.0
     return max(0.0, now_s - int(since) / 1e6) if known.get("IdleHint") == "yes" and since.isdigit() else None
 
 

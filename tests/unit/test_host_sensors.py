@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from node.commands.doctor import _check_schedule
+from node.config.schema import Config
 from node.daemon import host_sensors
 from node.daemon.host_sensors import idle_seconds, is_wsl, linux_on_battery, parse_hid_idle
 
@@ -75,3 +77,32 @@ def test_battery_of_a_mouse_is_not_that_of_the_machine(tmp_path: Path) -> None:
 def test_machine_without_a_known_charger_is_judged_by_its_battery(tmp_path: Path, status: str, expected: bool) -> None:
     supply(tmp_path, "BAT1", type="Battery", scope="System", status=status)
     assert linux_on_battery(tmp_path) is expected
+
+
+def finding_on_linux(monkeypatch: pytest.MonkeyPatch, logind: str, terminals: float | None) -> tuple[str, str]:
+    """The verdict and text of the doctor about the user."""
+
+    def loginctl(*_: object, **__: object) -> SimpleNamespace:
+        if not logind:
+            raise FileNotFoundError("loginctl")
+        return SimpleNamespace(stdout=logind)
+
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(host_sensors, "is_wsl", lambda: False)
+    monkeypatch.setattr(subprocess, "run", loginctl)
+    monkeypatch.setattr(host_sensors, "_terminals_idle_s", lambda _: terminals)
+    (finding,) = _check_schedule(Config.model_validate({"schedule": {"user_active": "pause", "on_battery": "run"}}))
+    return finding.verdict, finding.text
+
+
+def test_desktop_that_does_not_tell_logind_about_the_user_does_not_count_as_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    untold, active = "IdleHint=no\nIdleSinceHint=0\n", "IdleHint=no\nIdleSinceHint=1700000000000000\n"
+    verdict, text = finding_on_linux(monkeypatch, untold, None)
+    assert verdict == "warn" and "has no effect here: the desktop has not told logind yet" in text
+    verdict, text = finding_on_linux(monkeypatch, untold, 7000.0)
+    assert verdict == "warn" and "7000 s ago, according to terminals only, because the desktop" in text
+    assert finding_on_linux(monkeypatch, active, 7000.0) == ("ok", "Somebody was active 0 s ago, according to logind.")
+    assert finding_on_linux(monkeypatch, "", 9.0)[0] == "ok"
+    assert "there is no logind, and nobody is at a terminal" in finding_on_linux(monkeypatch, "", None)[1]

@@ -185,6 +185,7 @@ def test_pause_by_the_owner_precedes_the_hours_and_the_hours_precede_the_battery
     ("properties", "idle_s"),
     [
         ("IdleHint=no\nIdleSinceHint=5\n", 0.0),
+        ("IdleHint=no\nIdleSinceHint=0\n", None),
         ("IdleHint=yes\nIdleSinceHint=40000000\n", 60.0),
         ("IdleHint=yes\nIdleSinceHint=\n", None),
         ("", None),
