@@ -113,30 +113,19 @@ async def _run(
     parts: Parts,
 ) -> int:
     build = Build(__version__, revision(), *(installed_version(name) or "unknown" for name in ("torch", "hivemind")))
-    live_config = LiveConfig(config, parts.origins, directory.path)
-    settings = live_config.config
-    set_level(settings.log.level)
-    state = _make_state(settings, directory, mode, build.version, on_status)
-    if not settings.node.persist:
-        directory.remember_stopped(False)  # Without `persist`, a start is the owner's request to run.
-    disk = DiskMonitor(settings, directory, state.set_notice)
-    supervisor = Supervisor(
-        live_config,
-        PausePolicy(settings.schedule, directory, parts.clock, trains=mode == "train"),
-        directory=directory,
-        state=state,
-        disk=disk,
-        month=_make_month_meter(live_config, directory, parts.clock, state),
-        build=build,
-        mode=mode,
-        join=join,
-        found_from=parts.found_from,
-        worker_command=parts.worker_command,
-        timings=parts.timings,
-    )
-    history = _open_history(directory, supervisor, mode)
-    server = _make_server(supervisor, history, directory, config, build, sock, tls)
+    state = _make_state(config, directory, mode, build.version, on_status)
     with handle_logs(state, directory.path / FOLDER, config.log.format):
+        # The log handlers come first, so that the owner sees which files of the data directory are damaged.
+        live_config = LiveConfig(config, parts.origins, directory.path, state.set_notice)
+        settings = live_config.config
+        set_level(settings.log.level)
+        state.update_settings(settings.node.name, settings.limits.model_dump())
+        state.restore_counters(directory.load_counters())
+        if not settings.node.persist:
+            directory.remember_stopped(False)  # Without `persist`, a start is the owner's request to run.
+        supervisor, disk = _make_supervisor(live_config, directory, state, build, mode, join, parts)
+        history = _open_history(directory, supervisor, mode)
+        server = _make_server(supervisor, history, directory, config, build, sock, tls)
         try:
             with suppress(HistoryUnavailable):
                 state.restore_rounds(await history.rounds(ROUNDS_KEPT))
@@ -152,6 +141,34 @@ async def _run(
         finally:
             state.record_to()
             history.close()
+
+
+def _make_supervisor(
+    live_config: LiveConfig,
+    directory: DataDirectory,
+    state: NodeState,
+    build: Build,
+    mode: Mode,
+    join: str | None,
+    parts: Parts,
+) -> tuple[Supervisor, DiskMonitor]:
+    settings = live_config.config
+    disk = DiskMonitor(settings, directory, state.set_notice)
+    supervisor = Supervisor(
+        live_config,
+        PausePolicy(settings.schedule, directory, parts.clock, trains=mode == "train"),
+        directory=directory,
+        state=state,
+        disk=disk,
+        month=_make_month_meter(live_config, directory, parts.clock, state),
+        build=build,
+        mode=mode,
+        join=join,
+        found_from=parts.found_from,
+        worker_command=parts.worker_command,
+        timings=parts.timings,
+    )
+    return supervisor, disk
 
 
 def _open_history(directory: DataDirectory, supervisor: Supervisor, mode: Mode) -> HistoryStore:
@@ -190,13 +207,7 @@ def _make_state(
         memory_limit_bytes=limit.limit_bytes if limit is not None else None,
         started_at=utc_now(),
     )
-    state = NodeState(
-        node,
-        config.limits.model_dump(),
-        state=PhaseState(since=utc_now()),
-        on_status=on_status,
-        counters=directory.load_counters(),
-    )
+    state = NodeState(node, config.limits.model_dump(), state=PhaseState(since=utc_now()), on_status=on_status)
 
     def set_storage_notice(text: str) -> None:
         state.set_notice("not_kept", Notice(code="not_kept", text=text) if text else None)
@@ -214,6 +225,7 @@ def _make_month_meter(
         lambda: settings.config.schedule.zone,
         time.monotonic,
         threads=lambda: settings.config.limits.cpu_threads or usable_cores(),
+        set_notice=state.set_notice,
         known=state.counters.counters if state.counters is not None else None,
     )
 

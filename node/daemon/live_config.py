@@ -22,30 +22,44 @@ from node.config.overrides import (
     read_patch,
 )
 from node.config.schema import Config
-from node.host.files import write_whole
+from node.host.files import set_aside, write_whole
+from node.status import Notice
 
 logger = logging.getLogger(__name__)
+
+DAMAGED = "settings_damaged"
 
 
 class LiveConfig:
     """Holds the current configuration, and changes it. Used by the supervisor's event loop only."""
 
-    def __init__(self, base: Config, origins: Mapping[str, str], directory: Path) -> None:
-        """Load the owner's earlier changes from the data directory; a damaged file is set aside."""
-        self._base, self._origins, self._file = base, origins, directory / FILE
+    def __init__(
+        self,
+        base: Config,
+        origins: Mapping[str, str],
+        directory: Path,
+        set_notice: Callable[[str, Notice | None], None],
+    ) -> None:
+        """Load the owner's earlier changes from the data directory; a damaged file is set aside with a notice."""
+        self._base, self._origins, self._file, self._set_notice = base, origins, directory / FILE, set_notice
         self._overrides, problem = read_overrides(directory, base)
         if problem:
-            aside = self._file.with_suffix(".damaged.json")
-            logger.warning("%s.", problem)
-            try:
-                self._file.replace(aside)
-                write_whole(self._file, format_overrides(self._overrides))
-                logger.warning("%s was set aside as %s.", self._file, aside.name)
-            except OSError as exc:
-                logger.warning("%s could not be set aside (%s).", self._file, exc.strerror)
+            self._set_damaged_aside(problem)
         self.config = apply_overrides(base, self._overrides)
         self._training_config: Config | None = None
         """The configuration with which the training worker was started."""
+
+    def _set_damaged_aside(self, problem: str) -> None:
+        text = (
+            f"{problem}. {set_aside(self._file)} The settings that are lost, such as hours and limits, now have the "
+            "values of the configuration: set them again on the dashboard."
+        )
+        logger.warning("%s", text)
+        self._set_notice(DAMAGED, Notice(code=DAMAGED, text=text))
+        try:
+            write_whole(self._file, format_overrides(self._overrides))
+        except OSError as exc:
+            logger.warning("%s cannot be written (%s): free some space on that disk.", self._file, exc.strerror)
 
     def worker_starts(self, *, trains: bool) -> Config:
         """Return the configuration for a new worker. Later changes can be pending only if that worker trains."""
@@ -87,5 +101,6 @@ class LiveConfig:
             remedy = "free some space on that disk, and ask again"
             problem = f"could not be written ({exc.strerror}): {remedy}; nothing has changed."
             raise OverrideError((KeyFault(str(self._file), problem),)) from exc
+        self._set_notice(DAMAGED, None)
         changed, self._overrides, self.config = changed_keys(self.config, config), overrides, config
         return changed

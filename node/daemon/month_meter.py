@@ -12,12 +12,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from node.host.files import write_whole
-from node.status import Activity, Counters, DeviceInfo, MonthUsage, Report, Value, rfc3339
+from node.errors import cause_of
+from node.host.files import set_aside, write_whole
+from node.status import Activity, Counters, DeviceInfo, MonthUsage, Notice, Report, Value, rfc3339
 
 logger = logging.getLogger(__name__)
 
 FILE = "months.json"
+DAMAGED = "months_damaged"
 MOST_MONTHS = 12
 """Months in the file."""
 GAP_S = 60.0
@@ -44,11 +46,12 @@ class MonthMeter:
         monotonic_s: Callable[[], float],
         *,
         threads: Callable[[], int],
+        set_notice: Callable[[str, Notice | None], None],
         known: Counters | None = None,
     ) -> None:
         """`known` are the totals before this start. `threads` is the number of cores that compute."""
         self._file, self._clock, self._zone, self._monotonic_s = folder / FILE, clock, zone, monotonic_s
-        self._threads = threads
+        self._threads, self._set_notice = threads, set_notice
         self._totals = _traffic(known or Counters())
         self._devices: tuple[DeviceInfo, ...] = ()
         self._work_s = 0.0
@@ -109,6 +112,7 @@ class MonthMeter:
             return
         if self._usage.month:
             self._months[self._usage.month] = self._usage
+            self._set_notice(DAMAGED, None)
         if (known := self._months.get(name)) is not None:
             self._usage = known
             return
@@ -122,7 +126,12 @@ class MonthMeter:
         except FileNotFoundError:
             return {}
         except (OSError, ValidationError) as exc:
-            logger.warning("%s cannot be read (%s), so the month's usage begins at 0.", self._file, exc)
+            text = (
+                f"{self._file} cannot be read ({cause_of(exc)}). {set_aside(self._file)} The traffic of this month is "
+                "counted from now on: lower limits.month_gb until the month ends if your line has a limit."
+            )
+            logger.warning("%s", text)
+            self._set_notice(DAMAGED, Notice(code=DAMAGED, text=text))
             return {}
         return {usage.month: usage for usage in months}
 

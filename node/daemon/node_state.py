@@ -63,11 +63,10 @@ class NodeState:
         *,
         state: PhaseState,
         on_status: Callable[[Status], None] | None = None,
-        counters: SavedCounters | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`state` is the first phase, `counters` the totals before this start. `on_status` gets each new status."""
+        """`state` is the first phase. `on_status` gets each new status."""
         self._clock, self._reported_at_s = clock, clock()
         self._node = node
         self._limits = limits
@@ -86,7 +85,7 @@ class NodeState:
         self._month = MonthUsage()
         self._subscribers: set[asyncio.Queue[Status | None]] = set()
         self._is_closed = False
-        self._counters = counters
+        self._counters: SavedCounters | None = None
         self._governance = GovernanceInfo()
         self._status = self._build()
 
@@ -168,6 +167,11 @@ class NodeState:
             self._journal.add_round(record)
         for history in self._histories:
             history.add_round(record)
+
+    def restore_counters(self, saved: SavedCounters | None) -> None:
+        """Set the totals of earlier starts."""
+        self._counters = saved
+        self._publish()
 
     def restore_rounds(self, records: Iterable[RoundRecord]) -> None:
         """Add the records of earlier starts, given newest first."""

@@ -49,6 +49,16 @@ def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
         raise
 
 
+def set_aside(path: Path) -> str:
+    """Rename a damaged file, which replaces the one set aside before. Returns a sentence for the owner."""
+    aside = path.with_name(f"{path.stem}.damaged{path.suffix}")
+    try:
+        path.replace(aside)
+    except OSError as exc:
+        return f"It could not be set aside ({exc.strerror})."
+    return f"It was set aside as {aside.name}."
+
+
 def write_new(path: Path, text: str) -> None:
     """Write a file that the user has named and that does not exist yet, in UTF-8. Raises UsageError."""
     try:

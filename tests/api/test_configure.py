@@ -121,7 +121,28 @@ def test_damaged_settings_file_is_set_aside_with_a_warning(tmp_path: Path, text:
         daemon.ready().until_phase("training")
         assert daemon.status()["limits"]["upload_mbit_s"] == upload_mbit_s
         assert (tmp_path / "settings.damaged.json").read_text() == text
-        assert "settings.damaged.json" in daemon.terminate()[2]
+        (notice,) = daemon.status()["notices"]
+        assert notice["code"] == "settings_damaged" and "settings.damaged.json" in notice["text"]
+        assert "hours and limits, now have the values of the configuration" in notice["text"]
+        assert [line for line in logged(daemon) if "settings.damaged.json" in line]
+        assert daemon.http.patch(PATH, json={"limits": {"upload_mbit_s": 9}}).status_code == 200
+        assert daemon.status()["notices"] == []
+        assert daemon.terminate()[0] == 0
+    assert "settings.damaged.json" in (tmp_path / "logs" / "node.log").read_text()
+
+
+def test_damaged_totals_are_logged_and_traffic_of_a_damaged_month_counts_from_now(tmp_path: Path) -> None:
+    for name in ("months.json", "totals.json"):
+        (tmp_path / name).write_bytes(b"")  # As after a power cut.
+    with Daemon(tmp_path) as daemon:
+        daemon.ready().until_phase("training")
+        (notice,) = daemon.status()["notices"]
+        assert notice["code"] == "months_damaged" and "months.damaged.json" in notice["text"]
+        assert "counted from now on" in notice["text"]
+        assert (tmp_path / "months.damaged.json").read_bytes() == b""
+        assert daemon.terminate()[0] == 0
+    log = (tmp_path / "logs" / "node.log").read_text()
+    assert "months.damaged.json" in log and "totals.json cannot be read" in log
 
 
 def test_a_setting_that_the_worker_refuses_can_be_reset(tmp_path: Path) -> None:
@@ -148,6 +169,6 @@ def test_change_of_the_settings_does_not_wait_for_the_disk(tmp_path: Path, monke
 
     monkeypatch.setattr("os.fsync", no_sync)
     loaded = load(file=None, environ={"HOME": str(tmp_path)}, flags=[])
-    live = LiveConfig(loaded.config, loaded.origins, tmp_path)
+    live = LiveConfig(loaded.config, loaded.origins, tmp_path, lambda *_: None)
     assert live.change({"node": {"name": "x"}}, lambda _config: None) == ("node.name",)
     assert json.loads((tmp_path / "settings.json").read_text()) == {"node.name": "x"}

@@ -10,7 +10,7 @@ import pytest
 
 from node.daemon.month_meter import CORE_WATTS, FILE, GAP_S, GPU_WATTS, MOST_MONTHS, MonthFile, MonthMeter
 from node.host.power_meter import processor_joules
-from node.status import Activity, Channel, Counters, DeviceInfo, Report
+from node.status import Activity, Channel, Counters, DeviceInfo, Notice, Report
 
 THREADS = 4
 GPU = DeviceInfo(kind="cuda", name="gpu")
@@ -23,13 +23,17 @@ class Machine:
         self.now = datetime(2026, 11, 25, 13, tzinfo=UTC)
         self.up_s = 1000.0
         self.counters = Counters()
+        self.notices: dict[str, Notice | None] = {}
         self.meter = self.start()
 
     def start(self, known: Counters | None = None) -> MonthMeter:
         return MonthMeter(
             self.folder, lambda: self.now, lambda: ZoneInfo(self.zone), lambda: self.up_s,
-            threads=lambda: THREADS, known=known,
+            threads=lambda: THREADS, set_notice=self.set_notice, known=known,
         )  # fmt: skip
+
+    def set_notice(self, code: str, notice: Notice | None) -> None:
+        self.notices[code] = notice
 
     def report(self, *devices: DeviceInfo, after_s: float = 1.0, work_s: float = 0.0, sent: int = 0) -> None:
         self.now += timedelta(seconds=after_s)
@@ -114,7 +118,12 @@ def test_energy_of_a_device_during_a_pause_or_a_gap_is_not_this_nodes(machine: M
 
 def test_damaged_file_of_the_month_counts_as_none(machine: Machine) -> None:
     (machine.folder / FILE).write_text("{")
-    assert machine.start().usage.sent_bytes == 0
+    machine.meter = machine.start()
+    assert machine.meter.usage.sent_bytes == 0
+    notice = machine.notices["months_damaged"]
+    assert notice is not None and "months.damaged.json" in notice.text
+    machine.report(after_s=7 * 86400)
+    assert machine.notices == {"months_damaged": None}, "a new month is counted in full"
 
 
 def test_processor_meter_adds_its_packages_and_needs_permission(tmp_path: Path) -> None:

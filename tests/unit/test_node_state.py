@@ -197,7 +197,8 @@ def test_failed_attempts_at_one_round_share_a_record() -> None:
 def test_counters_of_the_node_state_are_those_of_the_newest_report() -> None:
     counters = Counters(tokens_processed=70)
     earlier = SavedCounters(counters=counters, rounds_joined=1, rounds_attempted=2, last_round=3)
-    state = NodeState(NodeInfo(), {}, state=PhaseState(), counters=earlier)
+    state = NodeState(NodeInfo(), {}, state=PhaseState())
+    state.restore_counters(earlier)
     assert state.counters == earlier
     contribution = ContributionInfo(rounds_joined=2, rounds_attempted=3)
     state.apply_report(Report(counters=counters, contribution=contribution), last_round=4)
