@@ -270,6 +270,7 @@ async def _run_until_end(
         signals.append(signal.SIGHUP)
     for number in signals:
         loop.add_signal_handler(number, handle_signal, number)
+    loop.add_signal_handler(signal.SIGTSTP, _refuse_suspension)
     try:
         await asyncio.wait({serving, running, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -286,6 +287,13 @@ async def _run_until_end(
         state.close()
         server.should_exit = True
         await asyncio.wait({serving, running}, timeout=SERVER_END_S)
-        for number in signals:
+        for number in (*signals, signal.SIGTSTP):
             loop.remove_signal_handler(number)
         await notifier.aclose()
+
+
+def _refuse_suspension() -> None:
+    """Handle Ctrl-Z. It would stop only this process, and the worker would compute on without hours and limits."""
+    with suppress(OSError):
+        sys.stderr.write("diloco-node: The node keeps running. `diloco-node pause` frees the machine.\n")
+        sys.stderr.flush()

@@ -78,6 +78,18 @@ def test_first_interrupt_of_a_node_that_leaves_already_does_not_kill_its_worker(
         assert seconds > 2.0, "it has saved its work"
 
 
+def test_ctrl_z_does_not_stop_the_supervisor_and_names_the_command_that_pauses(tmp_path: Path) -> None:
+    """The worker leads a session of its own, so it would compute on without a supervisor."""
+    with Daemon(tmp_path) as daemon:
+        daemon.ready().until_phase("training")
+        daemon.process.send_signal(signal.SIGTSTP)
+        assert psutil.Process(daemon.process.pid).status() != psutil.STATUS_STOPPED
+        assert daemon.status()["phase"] == "training"
+        code, _, err, _ = daemon.terminate()
+        assert code == 0
+        assert err.count("The node keeps running") == err.count("diloco-node pause") == 1
+
+
 def test_killed_supervisor_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
