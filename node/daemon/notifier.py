@@ -1,8 +1,8 @@
 """Tells the owner that the node needs them: to a webhook, an ntfy topic, or a command of theirs.
 
 It sends an alert once the alert has lasted for its `settle_s`, and again only after it was absent for GONE_S. A file
-records the sent alerts, so a restart does not repeat them. Each receiver has its own thread, so a slow one delays no
-other.
+lists the alerts that a receiver has got, or perhaps got, and a restart does not repeat those. Each receiver has its own
+thread, so a slow one delays no other.
 """
 
 from __future__ import annotations
@@ -105,28 +105,41 @@ class Notifier:
         """When each present alert began."""
         self._gone_since_s: dict[str, float] = {}
         self._told = _read(self._path)
-        self._receivers = [_Receiver(name, send) for name, send in _senders(cfg)]
+        """Keys of the alerts that need no further message in this start."""
+        self._listed = set(self._told)
+        """Those of them that the file lists."""
+        self._taken: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Keys that the file must list as well."""
+        self._receivers = [_Receiver(name, send, self.mark_taken) for name, send in _senders(cfg)]
 
     async def run(self) -> None:
         while True:
-            for alert in await self.due() if self._receivers else ():
-                self._tell(alert)
+            if self._receivers:
+                for alert in self.due():
+                    self._tell(alert)
+                await self.store()
             await asyncio.sleep(LOOK_S)
 
     async def aclose(self) -> None:
         """Tell an error with which the node ends, and wait for that at most LAST_S."""
         error = next((one for one in alerts_of(self._status()).values() if one.code == ERROR), None)
-        if error is None or not self._receivers or error.key in self._told:
-            return
-        self._told.add(error.key)
-        await self._store()
-        self._tell(error)
-        until_s = time.monotonic() + LAST_S
-        while any(one.is_busy for one in self._receivers) and time.monotonic() < until_s:  # noqa: ASYNC110 - threads
-            await asyncio.sleep(0.05)
+        if error is not None and self._receivers and error.key not in self._told:
+            self._told.add(error.key)
+            self._tell(error)
+            until_s = time.monotonic() + LAST_S
+            while any(one.is_busy for one in self._receivers) and time.monotonic() < until_s:  # noqa: ASYNC110 - threads
+                await asyncio.sleep(0.05)
+        for receiver in self._receivers:
+            if (alert := receiver.in_flight) is not None:
+                self.mark_taken(alert)
+        await self.store()
 
-    async def due(self) -> list[Alert]:
-        """The alerts to tell now. They count as told, also for later starts."""
+    def mark_taken(self, alert: Alert) -> None:
+        """Count an alert as told for later starts as well, from the next `store` on. Callable from any thread."""
+        self._taken.put(alert.key)
+
+    def due(self) -> list[Alert]:
+        """The alerts to tell now. They count as told until the node ends."""
         now_s, status = self._clock(), self._status()
         present = alerts_of(status)
         self._since_s = {key: self._since_s.get(key, now_s) for key in present}
@@ -134,13 +147,19 @@ class Notifier:
         self._gone_since_s = {key: self._gone_since_s.get(key, now_s) for key in gone}
         over = {key for key, since_s in self._gone_since_s.items() if now_s - since_s >= GONE_S}
         new = {key for key, since_s in self._since_s.items() if now_s - since_s >= present[key].settle_s} - self._told
-        if new or over:
-            self._told = (self._told | new) - over
-            await self._store()
+        self._told = (self._told | new) - over
         return [present[key] for key in sorted(new)]
 
-    async def _store(self) -> None:
-        text = json.dumps(sorted(self._told)) + "\n"
+    async def store(self) -> None:
+        """Write the file if the list has changed."""
+        listed = set(self._listed)
+        while not self._taken.empty():
+            listed.add(self._taken.get())
+        listed &= self._told
+        if listed == self._listed:
+            return
+        self._listed = listed
+        text = json.dumps(sorted(listed)) + "\n"
         try:
             await asyncio.to_thread(write_whole, self._path, text, forced=False)
         except OSError as exc:
@@ -177,8 +196,11 @@ class NothingSent(Exception):
 class _Receiver:
     """Sends messages one after the other on a thread that nobody waits for."""
 
-    def __init__(self, name: str, send: Send) -> None:
-        self._name, self._send = name, send
+    def __init__(self, name: str, send: Send, on_taken: Callable[[Alert], None]) -> None:
+        """`on_taken` is called on the thread with each alert that the receiver has got, or perhaps got."""
+        self._name, self._send, self._on_taken = name, send, on_taken
+        self.in_flight: Alert | None = None
+        """The alert that is being sent now."""
         self._waiting: queue.Queue[Notification] = queue.Queue(WAITING_MAX)
         threading.Thread(target=self._work, name=f"notify {name}", daemon=True).start()
 
@@ -198,18 +220,24 @@ class _Receiver:
             self._waiting.task_done()
 
     def _deliver(self, message: Notification) -> None:
-        for pause_s in (*RETRY_S, None):
+        for tries, pause_s in enumerate((*RETRY_S, None), start=1):
+            self.in_flight = message.alert
             try:
                 self._send(message)
-                return
             except NothingSent as exc:
+                self.in_flight = None
                 if pause_s is None:
                     logger.warning("A message to notify.%s was given up: %s", self._name, exc)
                     return
+                if tries == 1:
+                    logger.warning("A message to notify.%s was not sent (%s). Further tries follow.", self._name, exc)
                 time.sleep(pause_s)
+                continue
             except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as exc:
                 logger.warning("A message to notify.%s was perhaps not received: %s", self._name, _reason(exc))
-                return
+            self._on_taken(message.alert)
+            self.in_flight = None
+            return
 
 
 def _senders(cfg: NotifyConfig) -> list[tuple[str, Send]]:

@@ -76,8 +76,13 @@ class Told:
         self.status = make_status(phase, reason=reason).model_copy(update={"notices": notices})
 
     def after(self, seconds: float) -> list[str]:
+        """The alerts that are due after this time. A receiver takes them at once."""
         self.now_s += seconds
-        return [alert.code for alert in asyncio.run(self.notifier.due())]
+        alerts = self.notifier.due()
+        for alert in alerts:
+            self.notifier.mark_taken(alert)
+        asyncio.run(self.notifier.store())
+        return [alert.code for alert in alerts]
 
 
 def test_alerts_are_errors_warnings_updates_and_a_port_that_nobody_reaches() -> None:
@@ -221,6 +226,38 @@ def test_a_receiver_that_is_away_for_a_while_gets_the_message_once(
     told.show(DISK)
     deliver(told, lambda: len(receiver.got) == 2)
     assert len(receiver.got) == 2 and len(tries) == 3, "the first answer was a refusal"
+
+
+def test_a_restart_repeats_a_message_that_no_receiver_has_got(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notifier, "LOOK_S", 0.05)
+    monkeypatch.setattr(notifier, "RETRY_S", (0.1, 0.1, 600.0))
+    away = Told(tmp_path, webhook="http://127.0.0.1:1/topic")
+    away.show(DISK)
+    deliver(away, lambda: "was not sent" in caplog.text)
+    asyncio.run(away.notifier.aclose())
+    assert caplog.text.count("notify.webhook") == 1 and "topic" not in caplog.text, "the URL may be a secret"
+    again = Told(tmp_path, webhook=receiver.url)
+    again.show(DISK)
+    deliver(again, lambda: len(receiver.got) == 1)
+    asyncio.run(again.notifier.aclose())
+    third = Told(tmp_path, webhook=receiver.url)
+    third.show(DISK)
+    assert third.after(0) == third.after(SETTLE_S) == []
+
+
+def test_a_restart_does_not_repeat_an_error_that_was_being_sent_when_the_node_ended(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "LAST_S", 0.5)
+    receiver.delay_s = 3.0
+    told = Told(tmp_path, webhook=receiver.url)
+    told.show(phase=Phase.ERROR)
+    asyncio.run(told.notifier.aclose())
+    again = Told(tmp_path, webhook=receiver.url)
+    again.show(phase=Phase.ERROR)
+    assert again.after(0) == again.after(SETTLE_S) == []
 
 
 @pytest.mark.parametrize("code", [302, 404, 500])
