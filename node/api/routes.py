@@ -110,11 +110,13 @@ def _add_health(router: APIRouter, context: ApiContext) -> None:
 
     unhealthy: Responses = {503: {"model": models.Health, "description": "Not healthy, or not ready."}}
 
+    @router.head("/livez", include_in_schema=False)
     @router.get("/livez", response_model=models.Health, responses=unhealthy, tags=["health"])
     async def livez(response: Response) -> models.Health:
         """Whether the node responds and its worker's last heartbeat is recent. Peers do not matter."""
         return health(response, context.node.view().alive)
 
+    @router.head("/readyz", include_in_schema=False)
     @router.get("/readyz", response_model=models.Health, responses=unhealthy, tags=["health"])
     async def readyz(response: Response) -> models.Health:
         """Whether the node is live and downloading, training, syncing or paused."""
@@ -124,6 +126,7 @@ def _add_health(router: APIRouter, context: ApiContext) -> None:
     text = {"schema": {"type": "string"}, "example": 'diloco_node_phase{phase="training"} 1.0\n'}
     page: Responses = {200: {"description": "All metrics.", "content": {METRICS_TYPE: text}}}
 
+    @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics", response_class=Response, responses=page, tags=["health"])
     async def metrics() -> Response:
         """All metrics in Prometheus' text format."""

@@ -102,6 +102,19 @@ def test_killed_supervisor_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
         assert daemon.terminate()[0] == 0
 
 
+def test_health_checks_and_metrics_answer_head_as_get_without_a_body(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        daemon.ready().until_phase("training")
+        for path in ("/livez", "/readyz", "/metrics"):
+            got, head = daemon.http.get(path), daemon.http.head(path)
+            assert (head.status_code, head.content) == (got.status_code, b"") == (200, b"")
+            assert head.headers["content-type"] == got.headers["content-type"]
+            assert int(head.headers["content-length"]) > 0
+        with httpx.Client(base_url=daemon.http.base_url, trust_env=False) as somebody:
+            assert somebody.head("/api/v1/status").status_code == 401
+        assert daemon.terminate()[0] == 0
+
+
 def test_supervisor_uses_little_memory_and_keeps_its_token_private(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")

@@ -171,7 +171,9 @@ def test_secrets_in_the_configuration_are_hidden() -> None:
 def test_livez_and_readyz_reflect_the_state_of_the_node(client: ClientMaker, fake_node: FakeNode, phase: Phase) -> None:
     def codes() -> tuple[int, int]:
         http = client(token=None)
-        return http.get("/livez").status_code, http.get("/readyz").status_code
+        livez, readyz = http.get("/livez").status_code, http.get("/readyz").status_code
+        assert [http.request("HEAD", path).status_code for path in ("/livez", "/readyz")] == [livez, readyz]
+        return livez, readyz
 
     is_ready = phase in (Phase.TRAINING, Phase.SYNCING, Phase.PAUSED, Phase.DOWNLOADING)
     fake_node.board.set_phase(phase_state(phase))
