@@ -44,7 +44,7 @@ IMAGE_ARGS ?=
 # The format of OCI, Podman's default, has no HEALTHCHECK.
 IMAGE_FORMAT = $(if $(findstring podman,$(DOCKER)),--format docker)
 
-.PHONY: help run datasets test test-all test-extras test-docker test-pythons test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
+.PHONY: help run datasets test test-all test-nightly test-extras test-docker test-pythons test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
 
 help:
 	@echo "make run                           start a node on the built-in run"
@@ -56,6 +56,7 @@ help:
 	@echo
 	@echo "make test                          run before each commit: seven minutes"
 	@echo "make test-all                      all tests that need no GPU: what CI runs"
+	@echo "make test-nightly                  each benchmark at a tiny size, and more seeds of the simulation"
 	@echo "make test-pythons                  test on the other installed versions of Python"
 	@echo "make test-extras                   test what needs optional packages, which it installs, and the workflows"
 	@echo "make test-docker                   test image, compose, Podman, services and wheel (root; 30 min)"
@@ -129,8 +130,11 @@ test-pythons: $(DEV_SET_UP)
 
 test-all: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
-	@$(BIN)/python -m pytest -n $(JOBS) $(addprefix --ignore=,$(ALONE)) || .ci/again $$?
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not nightly" $(addprefix --ignore=,$(ALONE)) || .ci/again $$?
 	@$(BIN)/python -m pytest $(ALONE) || .ci/again $$?
+
+test-nightly: lint $(DASHBOARD)
+	@$(BIN)/python -m pytest -n $(JOBS) -m nightly || .ci/again $$?
 
 # Their versions are those that users get, so they are in no lock file.
 test-extras: $(DEV_SET_UP) $(DASHBOARD)

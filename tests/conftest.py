@@ -149,7 +149,7 @@ LIMIT = 2.0
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the slow tests and raise all timeouts. In the processes of pytest-xdist, the longest tests come first."""
     for item in items:
-        if is_slow(item):
+        if is_slow(item) or item.get_closest_marker("nightly") is not None:
             item.add_marker(pytest.mark.slow)
         marker = item.get_closest_marker("timeout")
         timeout_s = marker.args[0] if marker is not None else float(config.getini("timeout"))

@@ -323,6 +323,7 @@ def test_training_that_diverges_has_an_infinite_loss() -> None:
     assert Trial(SHORT.but(sign=-1.0, outer_lr=1e20), 0).run().loss == math.inf
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_killed_book_goes_on_with_the_cells_that_are_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.benchmarks.book", "compute", "--seeds", "2", "--steps", "30", "--jobs", "1"]

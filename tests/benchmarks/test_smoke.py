@@ -58,6 +58,7 @@ def short_path() -> Iterator[str]:
         yield path
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("name", CASES)
 def test_each_benchmark_runs_to_its_end_at_a_tiny_size(name: str, tmp_path: Path, short_path: str) -> None:

@@ -35,7 +35,9 @@ def test_limited_device_and_containers_are_tested() -> None:
     assert jobs["limited-device"]["env"] == {"DILOCO_TEST_DEVICE": "limited"}
     assert jobs["limited-device"]["steps"][-1]["run"] == "make test"
     assert jobs["containers"]["steps"][-1]["run"].endswith("make test-docker")
-    assert "schedule" in WORKFLOWS["ci"][True] and "schedule" in jobs["containers"]["if"]  # YAML reads `on` as true.
+    assert jobs["nightly"]["steps"][-1]["run"].endswith("make test-nightly")
+    assert "schedule" in WORKFLOWS["ci"][True]  # YAML reads `on` as true.
+    assert "schedule" in jobs["containers"]["if"] and "schedule" in jobs["nightly"]["if"]
 
 
 def test_release_is_tested_before_it_is_published_and_becomes_the_latest_by_hand() -> None:
