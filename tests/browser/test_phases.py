@@ -30,14 +30,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Iterator[Swarm]:
-    """A swarm whose rounds need two members. Its founder has just been started."""
+    """A swarm whose rounds need two members. Its founder has just been started, and its worker is suspended."""
     if lacks := missing():
         pytest.skip(lacks)
     run = tiny(round={"inner_steps": 10, "min_peers": 2})
     with Swarm(tmp_path_factory.mktemp("phases"), run) as swarm:
         founder = swarm.node("founder")
-        founder.program = "node.cli"  # The worker imports torch, which takes long enough to see the phase `starting`.
+        founder.program = "node.cli"  # The worker imports torch, so it can be suspended in the phase `starting`.
         founder.start(env={"DILOCO_FAULTS": f"file:{plan}"})
+        founder.find("worker").suspend()
         yield swarm
 
 
@@ -80,6 +81,7 @@ def test_dashboard_shows_each_phase_of_a_node_from_starting_to_draining(
     founder = swarm.nodes[0]
     first = show(tabs, context, founder).until_phase("starting", word="Starting")
     seen(first, "starting")
+    founder.find("worker").resume()
     first.until_phase("syncing", word="Waiting", wait_s=LONG_S)
     first.mark("reason").filter(has_text="1 of 1 member is ready").wait_for()
     first.page.get_by_text("No other members now").wait_for()

@@ -189,7 +189,7 @@ class Node:
     def find(self, what: str) -> psutil.Process:
         """Wait for a process of the node and return it. `what` is `supervisor`, `worker` or `p2pd`."""
         word = {"supervisor": self.program, "worker": "node.worker", "p2pd": "-hostAddrs"}[what]
-        found: list[psutil.Process] = wait_for(lambda: self.with_word(word), 10, f"{self.name} has no {what}")
+        found: list[psutil.Process] = wait_for(lambda: self.with_word(word), START_S, f"{self.name} has no {what}")
         return found[0]
 
     def calm(self) -> None:
