@@ -719,8 +719,6 @@ def _amended(manifest: Manifest, data_dir: Path) -> Manifest:
     from node.training.checkpoint import CheckpointStore
 
     accepted, round_ = CheckpointStore(data_dir / "checkpoints", keep=1).newest_amendments()
-    if not accepted:
-        return manifest
     return manifest.model_copy(update={"run": schedule_of(manifest.run, accepted.encode()).at(round_ + 1).run})
 
 

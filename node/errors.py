@@ -13,9 +13,8 @@
     ├── ProtocolError         10  the run uses another protocol, or a newer version wrote this data folder
     ├── RestartError          75  the program was updated, or the disk was full at the start; another start may work
     ├── TrainingError         70  loss or gradient is not finite; the parameters are unchanged
-    ├── TextError            (internal; reading continues at another place or later)
-    │   ├── Unreachable           the source does not answer now, but may answer later
-    │   └── Damaged               this part of the source cannot be read
+    ├── Unreachable          (internal) the source of the text does not answer now, but may answer later
+    ├── Damaged              (internal) this part of the text cannot be read, so reading continues at another place
     └── SwarmError            (internal; always handled, never ends the process)
         ├── RoundFailed           no complete result for this round; the inputs are unchanged
         ├── PeerError             one peer broke a rule or did not answer
@@ -103,15 +102,11 @@ class TrainingError(NodeError):
     code = "not_finite"
 
 
-class TextError(NodeError):
-    code = "text"
-
-
-class Unreachable(TextError):
+class Unreachable(NodeError):
     code = "text_unreachable"
 
 
-class Damaged(TextError):
+class Damaged(NodeError):
     code = "text_damaged"
 
 

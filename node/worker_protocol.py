@@ -164,8 +164,8 @@ WorkerMessage = (
 )
 SupervisorMessage = Start | Adjust | Submit | Stop
 
-_WORKER_MESSAGE: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="type")])
-_SUPERVISOR_MESSAGE: TypeAdapter[SupervisorMessage] = TypeAdapter(
+WORKER_MESSAGE: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="type")])
+SUPERVISOR_MESSAGE: TypeAdapter[SupervisorMessage] = TypeAdapter(
     Annotated[SupervisorMessage, Field(discriminator="type")]
 )
 
@@ -177,13 +177,3 @@ def encode(message: WorkerMessage | SupervisorMessage) -> bytes:
     except PydanticSerializationError:  # A text quotes a file name that is not UTF-8.
         text = json.dumps(message.model_dump(mode="json"), ensure_ascii=False)
     return text.encode(errors="replace") + b"\n"
-
-
-def decode_worker_message(line: bytes) -> WorkerMessage:
-    """Parse a message from the worker. Raises ValidationError."""
-    return _WORKER_MESSAGE.validate_json(line)
-
-
-def decode_supervisor_message(line: bytes) -> SupervisorMessage:
-    """Parse a message from the supervisor. Raises ValidationError."""
-    return _SUPERVISOR_MESSAGE.validate_json(line)

@@ -7,8 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from node.api.node_interface import LogLine
-from node.config.amendments import MOST_BYTES
-from node.config.manifest import MOST_KEYS
+from node.config.amendments import MOST_BYTES, SignedAmendment
 from node.status import DepartedPeer, JournalEntry, PeerRow, Phase, RoundRecord, Value
 
 
@@ -96,13 +95,11 @@ class Accepted(Value):
     """The phase that the action leads to."""
 
 
-class SubmittedAmendment(Value):
+class SubmittedAmendment(SignedAmendment):
     """An amendment of the run, as `diloco-node steer` writes it."""
 
     text: str = Field(min_length=1, max_length=MOST_BYTES)
     """The canonical text that is signed."""
-    signatures: dict[str, str] = Field(max_length=MOST_KEYS)
-    """Signatures in hex, by the peer id of the key."""
 
 
 class AmendmentAccepted(Value):

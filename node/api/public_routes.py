@@ -50,13 +50,14 @@ class PublicPage:
     """The multiaddresses that the owner announces."""
     address: str = ""
     """The page's path or URL for the owner's browser; empty if the page is not public."""
+    html: bytes = b""
+    """The page as `run` made it last."""
+    json: bytes = b""
     _made_at: float = -FRESH_S
     _run: PublicRun | None = None
     _ranking: Ranking = field(default_factory=Ranking)
     _ranked: tuple[Any, ...] = ()
     """What the ranking was made of."""
-    _html: bytes = b""
-    _json: bytes = b""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self) -> PublicRun:
@@ -74,7 +75,7 @@ class PublicPage:
         now, samples = datetime.now(UTC), read_samples(folder)
         invite = public_invite(view.status.run.invite, self.announced)
         run = make_public_run(view, read_run(folder), credit, now, self._ranking, samples, invite)
-        self._html, self._json = render(run).encode(), run.model_dump_json().encode()
+        self.html, self.json = render(run).encode(), run.model_dump_json().encode()
         return run
 
     async def own_run(self) -> OwnRun:
@@ -100,14 +101,6 @@ class PublicPage:
                 if line.key
             )
         )
-
-    async def html(self) -> bytes:
-        await self.run()
-        return self._html
-
-    async def json(self) -> bytes:
-        await self.run()
-        return self._json
 
 
 def make_public_router(page: PublicPage, *, is_public: bool) -> APIRouter:
@@ -139,12 +132,14 @@ def make_public_router(page: PublicPage, *, is_public: bool) -> APIRouter:
     @router.head(PATH, include_in_schema=False)
     @router.get(PATH, include_in_schema=False)
     async def show_page() -> Response:
-        return _answer(await page.html(), "text/html; charset=utf-8")
+        await page.run()
+        return _answer(page.html, "text/html; charset=utf-8")
 
     @router.head(PATH + "run.json", include_in_schema=False)
     @router.get(PATH + "run.json", include_in_schema=False)
     async def show_json() -> Response:
-        return _answer(await page.json(), "application/json")
+        await page.run()
+        return _answer(page.json, "application/json")
 
     @router.head(PATH + "public.css", include_in_schema=False)
     @router.get(PATH + "public.css", include_in_schema=False)

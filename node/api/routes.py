@@ -42,7 +42,6 @@ from node.api.node_interface import (
 )
 from node.api.redaction import hide_secrets
 from node.api.support_bundle import BundleSource, make_bundle
-from node.config.amendments import SignedAmendment
 from node.config.overrides import OverrideError
 from node.config.schema import Config
 from node.host.cores import usable_cores
@@ -429,7 +428,7 @@ def _add_amendments(router: APIRouter, node: Node) -> None:
     @router.post("/api/v1/amendments", status_code=202, responses=describe_problems(409), tags=["actions"])
     async def submit(amendment: models.SubmittedAmendment) -> models.AmendmentAccepted:
         """Submit a signed amendment. The members check it and accept it in a later round, or refuse it."""
-        node.submit(SignedAmendment(text=amendment.text, signatures=amendment.signatures))
+        node.submit(amendment)
         return models.AmendmentAccepted(digest=hashlib.sha256(amendment.text.encode()).hexdigest())
 
 

@@ -155,45 +155,8 @@ def plan_service(
     """
     settings = dict(settings or {})
     _check_place(place, scope)
-    if place.system == "Linux":
-        return _plan_systemd(place, scope, data_dir, settings, config, writable, environment, is_removal)
-    return _plan_launchd(place, scope, data_dir, settings, config)
-
-
-def _check_place(place: Place, scope: Scope) -> None:
-    if scope == "system" and place.user_id != 0:
-        raise UsageError("A service of the whole machine needs root: use sudo, or --user for a service of yours.")
-    if scope == "user" and place.user_id == 0:
-        raise UsageError("A user service of root would run as root: use --system, or call this as the user.")
-    if place.system not in ("Linux", "Darwin"):
-        raise MachineError(
-            f"install-service knows systemd and launchd, not {place.system}: start `diloco-node run` by hand."
-        )
-
-
-def _service_files(place: Place, scope: Scope) -> tuple[Path, ...]:
-    """The files of the service: environment file and unit, or the plist."""
-    is_system = scope == "system"
     if place.system == "Darwin":
-        folder = Path("/Library/LaunchDaemons") if is_system else place.home / "Library/LaunchAgents"
-        return (folder / f"{LABEL}.plist",)
-    units = Path("/etc/systemd/system") if is_system else place.home / ".config/systemd/user"
-    return SYSTEM_ENVIRONMENT if is_system else place.home / ".config/diloco-node.env", units / f"{NAME}.service"
-
-
-# systemd
-
-
-def _plan_systemd(
-    place: Place,
-    scope: Scope,
-    data_dir: Path | None,
-    settings: Mapping[str, str],
-    config: Path | None,
-    writable: Sequence[Path],
-    environment: str,
-    is_removal: bool,
-) -> ServicePlan:
+        return _plan_launchd(place, scope, data_dir, settings, config)
     is_system = scope == "system"
     if is_system:
         named = [Path(value) for value in settings.values() if value.startswith("/")]
@@ -229,6 +192,30 @@ def _plan_systemd(
         owner=USER if is_system and data_dir != SYSTEM_DATA else "",
         hint=f"{as_user}{shlex.quote(str(place.program))} status --data-dir {shlex.quote(str(data_dir))}",
     )
+
+
+def _check_place(place: Place, scope: Scope) -> None:
+    if scope == "system" and place.user_id != 0:
+        raise UsageError("A service of the whole machine needs root: use sudo, or --user for a service of yours.")
+    if scope == "user" and place.user_id == 0:
+        raise UsageError("A user service of root would run as root: use --system, or call this as the user.")
+    if place.system not in ("Linux", "Darwin"):
+        raise MachineError(
+            f"install-service knows systemd and launchd, not {place.system}: start `diloco-node run` by hand."
+        )
+
+
+def _service_files(place: Place, scope: Scope) -> tuple[Path, ...]:
+    """The files of the service: environment file and unit, or the plist."""
+    is_system = scope == "system"
+    if place.system == "Darwin":
+        folder = Path("/Library/LaunchDaemons") if is_system else place.home / "Library/LaunchAgents"
+        return (folder / f"{LABEL}.plist",)
+    units = Path("/etc/systemd/system") if is_system else place.home / ".config/systemd/user"
+    return SYSTEM_ENVIRONMENT if is_system else place.home / ".config/diloco-node.env", units / f"{NAME}.service"
+
+
+# systemd
 
 
 def _environment_text(settings: Mapping[str, str], before: str) -> str:
@@ -425,7 +412,7 @@ def install(plan: ServicePlan, run: Runner, sleep: Callable[[float], None] = tim
     """
     _check_owner(plan)
     for command in plan.before:
-        if command[0] != "useradd" or not _has_user(USER):
+        if command[0] != "useradd" or not _has(pwd.getpwnam, USER):
             _check(command, run(command))
     is_update = any(file.path.exists() for file in plan.files)
     for file in plan.files:
@@ -464,17 +451,10 @@ def _check_owner(plan: ServicePlan) -> None:
             raise UsageError(f"{folder} has files of {owner}: name a new folder for the service with --data-dir.")
 
 
-def _has_user(name: str) -> bool:
+def _has(look_up: Callable[[str], object], name: str) -> bool:
+    """Whether a user or a group exists."""
     try:
-        pwd.getpwnam(name)
-    except KeyError:
-        return False
-    return True
-
-
-def _has_group(name: str) -> bool:
-    try:
-        grp.getgrnam(name)
+        look_up(name)
     except KeyError:
         return False
     return True
@@ -528,6 +508,6 @@ def this_place() -> Place:
     system = platform.system()
     if system == "Darwin" and os.getuid() == 0 and (caller := os.environ.get("SUDO_USER")):
         user = pwd.getpwnam(caller)
-    groups = tuple(filter(_has_group, GPU_GROUPS))
+    groups = tuple(group for group in GPU_GROUPS if _has(grp.getgrnam, group))
     interpreter = Path(sys.executable).resolve()
     return Place(system, os.getuid(), user.pw_name, Path(user.pw_dir), program, interpreter, groups)

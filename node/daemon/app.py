@@ -124,8 +124,9 @@ async def _run(
         if not settings.node.persist:
             directory.remember_stopped(False)  # Without `persist`, a start is the owner's request to run.
         supervisor, disk = _make_supervisor(live_config, directory, state, build, mode, join, parts)
-        history = _open_history(directory, supervisor, mode)
-        server = _make_server(supervisor, history, directory, config, build, sock, tls)
+        clocks, trains = Clocks(time.time, time.monotonic), mode == "train"
+        history = HistoryStore(directory.path / "history", clocks, supervisor.metrics.totals, trains=trains)
+        server = _make_server(supervisor, history, directory, config, build, sock, tls, trains)
         try:
             with suppress(HistoryUnavailable):
                 state.restore_rounds(await history.rounds(ROUNDS_KEPT))
@@ -160,7 +161,15 @@ def _make_supervisor(
         directory=directory,
         state=state,
         disk=disk,
-        month=_make_month_meter(live_config, directory, parts.clock, state),
+        month=MonthMeter(
+            directory.path,
+            parts.clock,
+            lambda: live_config.config.schedule.zone,
+            time.monotonic,
+            threads=lambda: live_config.config.limits.cpu_threads or usable_cores(),
+            set_notice=state.set_notice,
+            known=state.counters.counters if state.counters is not None else None,
+        ),
         build=build,
         mode=mode,
         join=join,
@@ -171,11 +180,6 @@ def _make_supervisor(
     return supervisor, disk
 
 
-def _open_history(directory: DataDirectory, supervisor: Supervisor, mode: Mode) -> HistoryStore:
-    clocks = Clocks(time.time, time.monotonic)
-    return HistoryStore(directory.path / "history", clocks, supervisor.metrics.totals, trains=mode == "train")
-
-
 def _make_server(
     supervisor: Supervisor,
     history: HistoryStore,
@@ -184,9 +188,10 @@ def _make_server(
     build: Build,
     sock: socket.socket,
     tls: Tls | None,
+    trains: bool,
 ) -> uvicorn.Server:
     keys = Keys(directory.token, time.monotonic)
-    texts = TextGenerator(lambda: supervisor.configured().config) if supervisor.trains else None
+    texts = TextGenerator(lambda: supervisor.configured().config) if trains else None
     context = ApiContext(supervisor, history, supervisor.metrics, keys, supervisor, config, build, texts)
     return make_server(build_app(context, hosts=[config.api.host, sock.getsockname()[0]]), tls)
 
@@ -214,20 +219,6 @@ def _make_state(
 
     directory.on_problem(set_storage_notice)
     return state
-
-
-def _make_month_meter(
-    settings: LiveConfig, directory: DataDirectory, clock: Callable[[], datetime], state: NodeState
-) -> MonthMeter:
-    return MonthMeter(
-        directory.path,
-        clock,
-        lambda: settings.config.schedule.zone,
-        time.monotonic,
-        threads=lambda: settings.config.limits.cpu_threads or usable_cores(),
-        set_notice=state.set_notice,
-        known=state.counters.counters if state.counters is not None else None,
-    )
 
 
 def _publish_address(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-COMMAND_TIMEOUT_S = 5.0
+from node.host.programs import output_of
+
 POWER_SUPPLIES = Path("/sys/class/power_supply")
 """Documented in the kernel's `Documentation/ABI/testing/sysfs-class-power`."""
 CONTAINER_MARKERS = (Path("/.dockerenv"), Path("/run/.containerenv"))
@@ -96,14 +96,7 @@ def is_wsl() -> bool:
 
 def _mac_idle_s() -> float | None:
     """Return the seconds since the last input on macOS, or None if unknown."""
-    try:
-        done = subprocess.run(
-            ["/usr/sbin/ioreg", "-c", "IOHIDSystem", "-d", "4"],
-            capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return parse_hid_idle(done.stdout)
+    return parse_hid_idle(output_of("/usr/sbin/ioreg", "-c", "IOHIDSystem", "-d", "4"))
 
 
 def parse_hid_idle(properties: str) -> float | None:
@@ -115,14 +108,7 @@ def parse_hid_idle(properties: str) -> float | None:
 def _logind_properties() -> str:
     """Return the idle properties over all sessions, which `loginctl show-session` prints if none is named; empty
     without logind."""
-    try:
-        done = subprocess.run(
-            ["loginctl", "show-session", "-p", "IdleHint", "-p", "IdleSinceHint"],
-            capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
+    return output_of("loginctl", "show-session", "-p", "IdleHint", "-p", "IdleSinceHint")
 
 
 def parse_idle(properties: str, now_s: float) -> float | None:

@@ -222,11 +222,6 @@ class Supervisor:
     # signals
 
     @property
-    def trains(self) -> bool:
-        """Whether this node trains, and so has a model."""
-        return self._mode == "train"
-
-    @property
     def _is_in_round(self) -> bool:
         """Whether the worker takes part in a round that will end."""
         status = self._state.status

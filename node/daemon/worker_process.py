@@ -21,12 +21,12 @@ from pydantic import ValidationError
 
 from node.worker_protocol import (
     MAX_LINE_BYTES,
+    WORKER_MESSAGE,
     Ended,
     Start,
     Stop,
     SupervisorMessage,
     WorkerMessage,
-    decode_worker_message,
     encode,
 )
 
@@ -204,7 +204,7 @@ class WorkerProcess:
             if not line.endswith(b"\n"):
                 return
             try:
-                message = decode_worker_message(line)
+                message = WORKER_MESSAGE.validate_json(line)
             except ValidationError as exc:
                 logger.error("The worker sent a line that is not a valid message: %s", exc)
                 self.kill("it sent a line that is not a valid message")

@@ -17,7 +17,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from node.errors import QuotaError
@@ -45,14 +44,6 @@ Room = Callable[[int], AbstractContextManager[None]]
 def any_room(_size_bytes: int) -> AbstractContextManager[None]:
     """A `Room` without a limit."""
     return nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A removable file or folder."""
-
-    path: Path
-    modified_ns: int
 
 
 class Quota:
@@ -85,7 +76,7 @@ class Quota:
     def _make_room(self, size_bytes: int) -> None:
         target_bytes = self.limit_bytes - RESERVE_BYTES - self._reserved_bytes - size_bytes
         used_bytes, items = self.used_bytes(), list(self._removable())
-        if used_bytes - _freed_bytes(item.path for item in items) > target_bytes:
+        if used_bytes - _freed_bytes(path for _, path in items) > target_bytes:
             error = QuotaError(
                 f"limits.disk_gb allows {self.limit_bytes / MB:.1f} MB, so {size_bytes / MB:.1f} MB were not written: "
                 f"{self._folder} holds {used_bytes / MB:.1f} MB, and too little of it is removable; raise the limit."
@@ -120,10 +111,11 @@ class Quota:
         """Return the lowest usable limit: room for the files that stay, and for a second checkpoint."""
         newest = self._newest_checkpoint()
         checkpoint_bytes = size_of(newest) + META_BYTES if newest is not None else 0
-        fixed_bytes = self.used_bytes() - _freed_bytes(item.path for item in self._removable())
+        fixed_bytes = self.used_bytes() - _freed_bytes(path for _, path in self._removable())
         return max(2 * checkpoint_bytes + LEAST_BYTES, fixed_bytes + checkpoint_bytes + RESERVE_BYTES)
 
-    def _removable(self) -> Iterator[Item]:
+    def _removable(self) -> Iterator[tuple[int, Path]]:
+        """Yield when each removable file or folder was modified, in ns, and its path."""
         kept = {self._newest_checkpoint(), _newest(self._folder.glob("cache/download-*.bin"))}
         kept |= {_newest(self._folder.glob("logs/*"))}
         kept |= {min(self._folder.glob(pattern), default=None) for pattern in WAITING}
@@ -134,7 +126,7 @@ class Quota:
                     continue
                 if not self._is_behind_link(path):  # `used_bytes` does not count what a link leads to.
                     with suppress(OSError):
-                        yield Item(path, path.stat().st_mtime_ns)
+                        yield path.stat().st_mtime_ns, path
 
     def _is_behind_link(self, path: Path) -> bool:
         """Whether a folder between the data folder and this path is a symbolic link."""
@@ -152,17 +144,17 @@ def quota_bytes(disk_gb: float) -> float:
     return disk_gb * 1e9
 
 
-def _remove_oldest(items: Iterable[Item], excess_bytes: float) -> None:
-    for item in sorted(items, key=lambda item: item.modified_ns):
+def _remove_oldest(items: Iterable[tuple[int, Path]], excess_bytes: float) -> None:
+    for _, path in sorted(items, key=lambda item: item[0]):
         if excess_bytes <= 0:
             return
-        freed_bytes = _freed_bytes([item.path])
+        freed_bytes = _freed_bytes([path])
         with suppress(OSError):
-            if item.path.is_dir() and not item.path.is_symlink():
-                shutil.rmtree(item.path, ignore_errors=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                item.path.unlink()
-        logger.info("Removed %s (%.1f MB) to keep limits.disk_gb.", item.path.name, freed_bytes / MB)
+                path.unlink()
+        logger.info("Removed %s (%.1f MB) to keep limits.disk_gb.", path.name, freed_bytes / MB)
         excess_bytes -= freed_bytes
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+from node.host.programs import output_of
 
 FILE = Path(__file__).parents[1] / "revision.txt"
 """A build of the package or image writes this file."""
@@ -32,11 +33,5 @@ def installed_version(package: str) -> str | None:
 def _checkout_revision(root: Path) -> str:
     if not (root / ".git").exists():  # Otherwise git would find a repository around this folder.
         return ""
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+    command = ("git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+    return output_of(*command, timeout_s=GIT_TIMEOUT_S).strip()

@@ -6,7 +6,6 @@ Everything else uses torch's functions for any device (`torch.accelerator`, `tor
 from __future__ import annotations
 
 import platform
-import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +16,8 @@ import torch
 
 from node.host.memory import memory_size_bytes
 from node.host.power_meter import processor_joules
+from node.host.programs import output_of
 from node.training.cuda import Cuda, Rocm
-
-SYSCTL_TIMEOUT_S = 5.0
 
 
 class Accelerator(Protocol):
@@ -185,11 +183,4 @@ def _apple_name() -> str:
     """The name of an Apple processor, or an empty string."""
     if platform.system() != "Darwin":
         return ""
-    command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SYSCTL_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+    return output_of("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()

@@ -186,7 +186,7 @@ class CheckpointStore:
 
         The files are hard links where the file system has them. Raises OSError if the disk takes no copy.
         """
-        path = next((path for path in self._candidates() if _round_of(path) == round), None)
+        path = next(iter(self._candidates(round)), None)
         if path is None:
             return False
         target.mkdir(parents=True)
@@ -199,18 +199,16 @@ class CheckpointStore:
 
     def digest_at(self, round: int) -> str:
         """The digest of the state in the checkpoint of a round, without its tensors; empty if there is none."""
-        for path in self._candidates():
-            if _round_of(path) == round:
-                with suppress(OSError, ValueError, KeyError, TypeError):
-                    return str(json.loads((path / META).read_bytes())["body"]["state_digest"])
+        for path in self._candidates(round):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                return str(json.loads((path / META).read_bytes())["body"]["state_digest"])
         return ""
 
     def at(self, round: int) -> Checkpoint | None:
         """Read the outer state of the checkpoint of a round; None if there is none, or if it is damaged."""
-        for path in self._candidates():
-            if _round_of(path) == round:
-                with suppress(OSError, ValueError, KeyError, TypeError):
-                    return _read(path, with_local=False)
+        for path in self._candidates(round):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                return _read(path, with_local=False)
         return None
 
     def newest_amendments(self) -> tuple[str, int]:
@@ -250,10 +248,6 @@ class CheckpointStore:
         until_s = self._pinned_until_s.get(round)
         return until_s is not None and until_s > self._clock()
 
-    def pinned(self) -> list[int]:
-        """Pinned rounds that still exist, newest first. Thread-safe."""
-        return [round for round in self.rounds() if self.is_pinned(round)]
-
     def rounds(self) -> list[int]:
         """Rounds with a checkpoint, newest first."""
         return list(dict.fromkeys(_round_of(path) for path in self._candidates()))
@@ -268,13 +262,14 @@ class CheckpointStore:
 
     def outer_file(self, round: int) -> Path | None:
         """The file with `anchor` and `momentum`, for `read_slice`; None if there is no checkpoint of that round."""
-        return next((path / OUTER for path in self._candidates() if _round_of(path) == round), None)
+        return next((path / OUTER for path in self._candidates(round)), None)
 
-    def _candidates(self) -> list[Path]:
-        """The folders of all checkpoints, newest first. A replaced one comes after the one that replaces it."""
+    def _candidates(self, round: int | None = None) -> list[Path]:
+        """The folders of all checkpoints, or of those of a round, newest first. A replaced one comes after the one that
+        replaces it."""
         if not self._folder.is_dir():
             return []
-        paths = [p for p in self._folder.iterdir() if _FOLDER.fullmatch(p.name)]
+        paths = [p for p in self._folder.iterdir() if _FOLDER.fullmatch(p.name) and round in (None, _round_of(p))]
         return sorted(paths, key=lambda p: (_round_of(p), not p.name.startswith(_REPLACED)), reverse=True)
 
     def _put_in_place(self, temporary: Path, target: Path) -> None:
@@ -290,7 +285,8 @@ class CheckpointStore:
     def _prune(self) -> None:
         keep = {*self.rounds()[: self._keep], *self.needed}
         # Keep the oldest pinned ones, because their readers will finish first.
-        keep |= {*[round for round in reversed(self.pinned()) if round not in keep][:MAX_PINNED]}
+        pinned = [round for round in reversed(self.rounds()) if self.is_pinned(round) and round not in keep]
+        keep |= {*pinned[:MAX_PINNED]}
         self._pinned_until_s = {
             round: until_s for round, until_s in dict(self._pinned_until_s).items() if round in keep
         }
@@ -420,7 +416,7 @@ def _read(folder: Path, *, with_local: bool) -> Checkpoint:
         momentum=outer["momentum"],
         credit=outer["credit"],
         local=local.get("local"),
-        optimizer=_with_prefix(local, "optimizer."),
+        optimizer={name.removeprefix("optimizer."): tensor for name, tensor in local.items() if name != "local"},
     )
 
 
@@ -431,10 +427,6 @@ def _version(file: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -186,7 +185,8 @@ def compare_resources(
     # with other containers and not count towards this one's limit.
     free_host_bytes = min(available_memory_bytes() + own_memory_bytes(), memory_size_bytes())
     yield "memory", host, free_host_bytes, memory_remedy()
-    folder = _existing_parent(config.node.data_dir)
+    data_dir = expand_user(config.node.data_dir)
+    folder = next(path for path in (data_dir, *data_dir.parents) if path.exists())
     remedy = f"free some space in {folder}, or choose another folder with --data-dir"
     quota = quota_bytes(config.limits.disk_gb)
     if quota:
@@ -194,14 +194,8 @@ def compare_resources(
         yield "disk by limits.disk_gb", least, quota, f"set it to {1.05 * least / GB:.2g} or more, or to 0 for no limit"
     # At the limit, the oldest files are removed.
     wanted = min(needs.disk_bytes, quota) if quota else needs.disk_bytes
-    missing = max(0.0, wanted - lasting_bytes(expand_user(config.node.data_dir)))
+    missing = max(0.0, wanted - lasting_bytes(data_dir))
     yield "disk", missing, float(shutil.disk_usage(folder).free), remedy
-
-
-def _existing_parent(folder: Path) -> Path:
-    """The folder itself, or the nearest parent that exists."""
-    folder = expand_user(folder)
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def choose_execution(model: nn.Module, run: RunConfig, chosen: ComputeDevice, devices: DevicesConfig) -> Execution:

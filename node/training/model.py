@@ -128,26 +128,17 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     return torch.autocast(device.type, half, enabled=precision != "fp32")
 
 
-@torch.no_grad()
 def flatten(model: nn.Module) -> Tensor:
     """A copy of all parameters, fp32 cpu [P]."""
-    flat = torch.empty(sum(p.numel() for p in model.parameters()), dtype=torch.float32)
-    at = 0
-    for parameter in model.parameters():
-        flat[at : at + parameter.numel()].copy_(parameter.flatten())
-        at += parameter.numel()
-    return flat
+    return take_flat(model, ((0, sum(p.numel() for p in model.parameters())),))
 
 
-@torch.no_grad()
 def load_flat_(model: nn.Module, flat: Tensor) -> None:
     """Overwrite all parameters in place. `flat` is [P] on any device. Raises ValueError if it does not fit."""
-    parameters = list(model.parameters())
-    sizes = [p.numel() for p in parameters]
-    if flat.shape != (sum(sizes),):
-        raise ValueError(f"A vector of shape {tuple(flat.shape)} does not fit this model of {sum(sizes)} parameters.")
-    for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
-        parameter.copy_(part.view(parameter.shape))
+    size = sum(p.numel() for p in model.parameters())
+    if flat.shape != (size,):
+        raise ValueError(f"A vector of shape {tuple(flat.shape)} does not fit this model of {size} parameters.")
+    change_flat_(model, ((0, size),), lambda _part, _at, place: flat[place])
 
 
 @torch.no_grad()

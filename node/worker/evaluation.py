@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-from node.config.manifest import EvaluationConfig
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.leader_election import leader_order
 from node.swarm.messages import MOST_LOSS
@@ -27,14 +26,10 @@ def is_evaluator(peer_id: str, tip: Tip, evaluators: int) -> bool:
 
 
 class Evaluation:
-    def __init__(self, cfg: EvaluationConfig, inner: InnerTrainer) -> None:
-        self._cfg, self._inner = cfg, inner
+    def __init__(self, inner: InnerTrainer) -> None:
+        self._inner = inner
         self.loss: float | None = None
         """Loss of the newest anchor; None if this node did not evaluate it."""
-
-    def use(self, cfg: EvaluationConfig) -> None:
-        """Evaluate by these settings from now on. The batches stay as they are."""
-        self._cfg = cfg
 
     def round_over(self, tip: Tip, peer_id: str, before_micro_batch: Callable[[], None]) -> None:
         """Evaluate the tip's anchor if an evaluation is due and this node is drawn.
@@ -42,9 +37,9 @@ class Evaluation:
         If `before_micro_batch` raises StopAsked, the evaluation ends without a loss. StopAsked is not passed on, as the
         caller is still applying the round; the caller's next check raises it again.
         """
-        self.loss = None
-        is_due = self._inner.can_evaluate and tip.round % self._cfg.every_rounds == 0
-        if is_due and is_evaluator(peer_id, tip, self._cfg.members):
+        self.loss, cfg = None, self._inner.run.evaluation
+        is_due = self._inner.can_evaluate and tip.round % cfg.every_rounds == 0
+        if is_due and is_evaluator(peer_id, tip, cfg.members):
             try:
                 loss = self._inner.evaluate(tip.state.anchor, before_micro_batch)
             except StopAsked:

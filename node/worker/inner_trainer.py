@@ -49,15 +49,6 @@ def needs_inputs(old: RunConfig, new: RunConfig) -> bool:
     return loaded(old) != loaded(new)
 
 
-def reads_same_text(old: RunConfig, new: RunConfig) -> bool:
-    """Whether a position in the text of `old` is one in the text of `new`. Rows may be of another length."""
-
-    def read(run: RunConfig) -> tuple[object, ...]:
-        return run.data.sources, run.data.sources_per_member
-
-    return read(old) == read(new)
-
-
 def load_inputs(run: RunConfig, config: Config) -> TrainingInputs:
     """Load text and model. Raises MachineError or ConfigError as `open_text` does."""
     library = open_text(run, config.node.text_folder, config.node.hub_cache)
@@ -80,7 +71,7 @@ class InnerTrainer:
     ) -> None:
         """`open_reader` opens a reader at the given state; None means the start of the text."""
         self._tokenizer = tokenizer
-        self._run, self._held_out, self._counters = run, held_out, counters
+        self.run, self._held_out, self._counters = run, held_out, counters
         self.replica = replica
         self._open_reader = open_reader
         self._text: Reader | None = None
@@ -90,7 +81,7 @@ class InnerTrainer:
 
     def use(self, run: RunConfig) -> None:
         """Train by these settings from now on. They have the same text, batches and optimizer (`needs_inputs`)."""
-        self._run = run
+        self.run = run
 
     @property
     def text(self) -> Reader:
@@ -142,7 +133,7 @@ class InnerTrainer:
         """
         began_at = time.monotonic()
         with self._counters.doing(Activity.COMPUTE):
-            result = faults.simulate_step(self.replica, self._run.tokens_per_inner_step)
+            result = faults.simulate_step(self.replica, self.run.tokens_per_inner_step)
         if result is None:
             state_before = self.text.state
             with self._counters.doing(Activity.DATA):
@@ -166,7 +157,7 @@ class InnerTrainer:
 
     @property
     def tokens_per_second(self) -> float:
-        return self._run.tokens_per_inner_step / statistics.fmean(self._step_s) if self._step_s else 0.0
+        return self.run.tokens_per_inner_step / statistics.fmean(self._step_s) if self._step_s else 0.0
 
     @property
     def can_evaluate(self) -> bool:
@@ -185,7 +176,7 @@ class InnerTrainer:
             return self.replica.loss_of(micro_batch)
 
         with self._at(anchor):
-            return evaluate(loss_of, micro_batches, budget_s=self._run.evaluation.budget_s)
+            return evaluate(loss_of, micro_batches, budget_s=self.run.evaluation.budget_s)
 
     def continue_prompts(self, anchor: Tensor, budget_s: float, before_token: Callable[[], None]) -> list[str | None]:
         """How an anchor, fp32 [P], continues each prompt of the run; None where the time did not suffice.
@@ -193,7 +184,7 @@ class InnerTrainer:
         Each prompt has an equal share of `budget_s`, which is exceeded by at most one token. `before_token` may end the
         work by raising. The local parameters are restored in any case.
         """
-        prompts, end_s, began_at_s = self._run.sample.prompts, 0.0, time.monotonic()
+        prompts, end_s, began_at_s = self.run.sample.prompts, 0.0, time.monotonic()
 
         def is_over() -> bool:
             before_token()
@@ -207,9 +198,9 @@ class InnerTrainer:
         return texts
 
     def _continue(self, prompt: str, is_over: Callable[[], bool]) -> str | None:
-        tokenizer, cfg = self._tokenizer, self._run.sample
+        tokenizer, cfg = self._tokenizer, self.run.sample
         tokens = tokenizer.prompt(prompt)
-        room = self._run.model.max_position_embeddings - len(tokens)
+        room = self.run.model.max_position_embeddings - len(tokens)
         if room < 1:
             return None
         found, is_complete = self.replica.inner.sample(

@@ -77,7 +77,7 @@ class Orders:
             if swarm is None or not swarm.is_open:
                 self._reporter.amendment_refused(signed, "the node is not in the swarm yet: submit it again later")
                 continue
-            call = swarm.start_call(partial(_submit, signed=signed))
+            call = swarm.start_call(partial(SwarmMember.submit_amendment, signed=signed))
             call.add_done_callback(partial(self._submitted, signed))
 
     def _submitted(self, signed: SignedAmendment, call: Future[None]) -> None:
@@ -132,10 +132,6 @@ class Orders:
 
         swarm.start_call(adjust)
         self._for_swarm = None
-
-
-async def _submit(member: SwarmMember, *, signed: SignedAmendment) -> None:
-    await member.submit_amendment(signed)
 
 
 class Waiter:

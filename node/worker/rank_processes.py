@@ -223,13 +223,10 @@ def _start_alone(run: RunConfig, config: Config, device: ComputeDevice, model: n
     except MachineError as exc:
         if exc.code != NO_COMPILER or config.devices.compile == "on":
             raise
-        logger.warning("This node trains without compiled layers, and slower. %s (%s)", exc, _first_line(exc.__cause__))
+        cause = str(exc.__cause__).partition("\n")[0]
+        logger.warning("This node trains without compiled layers, and slower. %s (%s)", exc, cause)
     how = execution(run, device, config.devices, how.micro_batch)
     return Replica(model, run.inner, device.device, how)
-
-
-def _first_line(error: BaseException | None) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _warm_up(replica: Replica, run: RunConfig, how: Execution) -> Replica:

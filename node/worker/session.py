@@ -32,17 +32,13 @@ class StartingPoint:
 
         `checkpoint` is the one that training resumes from; None if it starts from a downloaded state.
         """
-        self._tip, self._checkpoint = tip, checkpoint
+        self.tip, self._checkpoint = tip, checkpoint
         self.is_resumed = checkpoint is not None
-
-    @property
-    def tip(self) -> Tip | None:
-        return self._tip
 
     def take(self) -> tuple[Tip | None, Checkpoint | None]:
         """Return the tip and the checkpoint, once."""
-        taken = self._tip, self._checkpoint
-        self._tip = self._checkpoint = None
+        taken = self.tip, self._checkpoint
+        self.tip = self._checkpoint = None
         return taken
 
 

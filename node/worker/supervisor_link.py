@@ -20,16 +20,15 @@ from node.config.amendments import SignedAmendment
 from node.errors import RestartError
 from node.status import rfc3339
 from node.worker_protocol import (
+    SUPERVISOR_MESSAGE,
     Adjust,
     Beat,
     LogReport,
     Start,
     Stop,
     Submit,
-    SupervisorMessage,
     Unsaved,
     WorkerMessage,
-    decode_supervisor_message,
     encode,
 )
 
@@ -78,18 +77,15 @@ class SupervisorLink:
         line = self._file.readline()
         self._socket.settimeout(None)
         _check_version(line)
-        message = decode_supervisor_message(line) if line.endswith(b"\n") else None
+        message = SUPERVISOR_MESSAGE.validate_json(line) if line.endswith(b"\n") else None
         if not isinstance(message, Start):
             raise TimeoutError("no order to start")
         threading.Thread(target=self._receive, name="link", daemon=True).start()
         return message
 
-    def _read(self) -> SupervisorMessage | None:
-        line = self._file.readline()
-        return decode_supervisor_message(line) if line.endswith(b"\n") else None
-
     def _receive(self) -> None:
-        while (message := self._read()) is not None:
+        while (line := self._file.readline()).endswith(b"\n"):
+            message = SUPERVISOR_MESSAGE.validate_json(line)
             if isinstance(message, Stop):
                 self.stop = message
             elif isinstance(message, Adjust):
@@ -100,17 +96,11 @@ class SupervisorLink:
 
     def take_adjust(self) -> Adjust | None:
         """The newest settings if they changed since the last call."""
-        try:
-            return self._adjusts.popleft()
-        except IndexError:
-            return None
+        return self._adjusts.popleft() if self._adjusts else None
 
     def take_submitted(self) -> SignedAmendment | None:
         """The next amendment that the owner has submitted; None if there is none."""
-        try:
-            return self._submitted.popleft()
-        except IndexError:
-            return None
+        return self._submitted.popleft() if self._submitted else None
 
     def send(self, message: WorkerMessage) -> None:
         """Send a message. Callable from any thread. Sets `stop` if the supervisor is gone."""

@@ -117,7 +117,7 @@ class Trainer:
         fragments, saved = self._run.sync.fragment_count, self._usable(checkpoint)
         self._contributions = ContributionTracker(fragments, saved.extra.get("owed", ()) if saved else ())
         self._encoder = Encoder(self._rules.layouts, self._run.sync, saved.optimizer if saved else {})
-        self._evaluation = Evaluation(self._run.evaluation, inner)
+        self._evaluation = Evaluation(inner)
         self._sampler = TextSampler(self._run.sample, inner, session.folder)
         reporter.set_samples(self._sampler.newest)
         self._round_log = RoundLog(session, reporter, counters, exclusion)
@@ -534,7 +534,6 @@ class Trainer:
         if needs_inputs(before.run, self._run) or before.run.sync != self._run.sync:
             raise Amended
         self._inner.use(self._run)
-        self._evaluation.use(self._run.evaluation)
         self._start_text()
 
     def _update_parameters(self, update: FragmentUpdate, ranges: Ranges, old: Tip) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from node.status import Channel, Counters, Outcome, Phase, PhaseState, Report, RoundRecord, RunInfo, utc_now
 from node.worker_protocol import (
+    SUPERVISOR_MESSAGE,
     Adjust,
     Beat,
     DurationReport,
@@ -34,7 +35,6 @@ from node.worker_protocol import (
     Stop,
     Unsaved,
     WorkerMessage,
-    decode_supervisor_message,
     encode,
 )
 from tests.peer_row import peer_row
@@ -55,7 +55,7 @@ class FakeWorker:
         self._behaviour, self._argument = behaviour, argument
         self._socket = socket.socket(fileno=fd)
         self._lines = self._socket.makefile("rb")
-        start = decode_supervisor_message(self._lines.readline())
+        start = SUPERVISOR_MESSAGE.validate_json(self._lines.readline())
         assert isinstance(start, Start)
         self._start = start
         self._round = -1
@@ -122,7 +122,7 @@ class FakeWorker:
         )
 
     def _obey(self, line: bytes) -> bool:
-        message = decode_supervisor_message(line)
+        message = SUPERVISOR_MESSAGE.validate_json(line)
         if isinstance(message, Adjust):
             self._log(f"adjust {json.dumps(message.config)}")
         if not isinstance(message, Stop) or self._behaviour == "deaf":

@@ -27,6 +27,7 @@ from node.config.schema import Config
 from node.daemon.worker_process import WORKER_ENVIRONMENT
 from node.status import Activity, Report
 from node.worker_protocol import (
+    WORKER_MESSAGE,
     Beat,
     DurationReport,
     Ended,
@@ -35,7 +36,6 @@ from node.worker_protocol import (
     LogReport,
     Start,
     StatusReport,
-    decode_worker_message,
     encode,
 )
 from tests.benchmarks.figures import Figure, Result, median, spread
@@ -80,7 +80,7 @@ class Worker:
     def report(self) -> Report:
         """Wait for the worker's next report and return it."""
         while True:
-            message = decode_worker_message(self._file.readline())
+            message = WORKER_MESSAGE.validate_json(self._file.readline())
             if isinstance(message, StatusReport):
                 return message.report
             if isinstance(message, Ended):

@@ -343,7 +343,7 @@ def test_stopped_evaluation_gives_no_loss_and_restores_the_parameters() -> None:
         if calls == 3:
             raise StopAsked("pause")
 
-    evaluation = Evaluation(run.evaluation, local)
+    evaluation = Evaluation(local)
     evaluation.round_over(tip, "me", obey)
     assert calls == 3 and evaluation.loss is None
     assert torch.equal(flatten(model), own)

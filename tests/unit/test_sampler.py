@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.config.manifest import EvaluationConfig, InnerConfig, ModelConfig, RunConfig, SampleConfig
+from node.config.manifest import InnerConfig, ModelConfig, RunConfig, SampleConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.status import Sample
 from node.swarm.chain.chain import OuterRule, Tip, make_tip
@@ -246,7 +246,7 @@ def test_evaluation_and_sample_are_left_out_while_another_program_has_the_memory
     def fill_memory() -> None:
         raise torch.OutOfMemoryError
 
-    evaluation = Evaluation(EvaluationConfig(every_rounds=1), inner)
+    evaluation = Evaluation(inner)
     evaluation.round_over(tip_at(0), "me", fill_memory)
     TextSampler(SAMPLE, inner, tmp_path).round_over(tip_at(0), fill_memory)
     assert evaluation.loss is None and len(caplog.records) == 2

@@ -313,7 +313,7 @@ def test_user_of_the_system_service_is_added_once(monkeypatch: pytest.MonkeyPatc
     plan = plan_service(ROOT, "system")
     plan = replace(plan, files=())
     for is_there in (False, True):
-        monkeypatch.setattr(service, "_has_user", lambda _, known=is_there: known)
+        monkeypatch.setattr(service, "_has", lambda *_, known=is_there: known)
         commands = Commands()
         install(plan, commands)
         assert any(line.startswith("useradd") for line in commands.called) is not is_there

@@ -9,7 +9,7 @@ import pytest
 
 from node.worker import supervisor_link as link_module
 from node.worker.supervisor_link import SupervisorLink
-from node.worker_protocol import Beat, Ended, Stop, Unsaved, decode_worker_message
+from node.worker_protocol import WORKER_MESSAGE, Beat, Ended, Stop, Unsaved
 
 WAIT_S = 10.0
 
@@ -23,11 +23,11 @@ def test_worker_reports_unsaved_work_after_a_stop_while_its_main_thread_works(mo
         with link.unsaved():
             link.beat()
             link.stop = Stop(how="pause")
-            messages = [decode_worker_message(lines.readline()) for _ in range(3)]
+            messages = [WORKER_MESSAGE.validate_json(lines.readline()) for _ in range(3)]
         assert messages == [Beat(), Unsaved(), Unsaved()], "without a stop there is nothing to report"
         assert not [thread for thread in threading.enumerate() if thread.name == "unsaved"]
         worker_end.shutdown(socket.SHUT_WR)
-        assert {decode_worker_message(line) for line in lines} <= {Unsaved()}
+        assert {WORKER_MESSAGE.validate_json(line) for line in lines} <= {Unsaved()}
 
 
 def test_texts_with_file_names_that_are_not_utf8_reach_the_supervisor() -> None:
@@ -37,5 +37,5 @@ def test_texts_with_file_names_that_are_not_utf8_reach_the_supervisor() -> None:
         link.send(Ended(exit_code=3, code="no_data", reason="caf\udce9.txt cannot be read"))
         line = supervisor_end.recv(10_000)
         link._file.close()
-    ended = decode_worker_message(line)
+    ended = WORKER_MESSAGE.validate_json(line)
     assert isinstance(ended, Ended) and ended.reason == "caf?.txt cannot be read"

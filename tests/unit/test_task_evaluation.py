@@ -25,7 +25,7 @@ from node.worker import publisher
 from node.worker.evaluator import FOLDER, EvaluatorEvent, choose_scores, evaluate_waiting
 from node.worker.publishing import Publishing
 from node.worker.task_evaluation import MOST_TASKS, SCORES_FILE, TaskEvaluation, TaskMedians, draw
-from node.worker_protocol import StatusReport, decode_worker_message, encode
+from node.worker_protocol import WORKER_MESSAGE, StatusReport, encode
 from tests.peer_row import peer_row
 from tests.unit.fake_duty import FakeProcess
 from tests.unit.test_export import make_trained, run_of
@@ -127,7 +127,7 @@ def test_the_status_is_readable_with_the_largest_scores_of_peers() -> None:
         rows = (row("a", scores(5, TWO, one=value)), row("b", scores(5, TWO, one=value)))
         training = TrainingInfo(task_scores=medians.of(rows, {"a", "b"}))
         report = StatusReport(report=Report(training=training, swarm=rows))
-        assert training.task_scores and decode_worker_message(encode(report)) == report
+        assert training.task_scores and WORKER_MESSAGE.validate_json(encode(report)) == report
 
 
 def test_a_member_that_names_ever_new_tasks_makes_few_time_series() -> None:

@@ -11,7 +11,7 @@ import pytest
 from node import __version__
 from node.config.schema import Config
 from node.daemon.app import WORKER_COMMAND
-from node.worker_protocol import Ended, Start, decode_worker_message, encode
+from node.worker_protocol import WORKER_MESSAGE, Ended, Start, encode
 
 
 @pytest.mark.timeout(120)
@@ -35,7 +35,7 @@ def test_worker_of_another_version_asks_for_a_new_start_and_imports_nothing_from
             ours.sendall(line)
             assert process.wait(100) == 75
             with ours.makefile("rb") as lines:
-                messages = [decode_worker_message(line) for line in lines]
+                messages = [WORKER_MESSAGE.validate_json(line) for line in lines]
         finally:
             process.kill()
             process.wait()
