@@ -56,7 +56,7 @@ help:
 	@echo
 	@echo "make test                          run before each commit: seven minutes"
 	@echo "make test-all                      all tests that need no GPU: what CI runs"
-	@echo "make test-nightly                  each benchmark at a tiny size, and more seeds of the simulation"
+	@echo "make test-nightly                  what breaks rarely: benchmarks at a tiny size, more seeds"
 	@echo "make test-pythons                  test on the other installed versions of Python"
 	@echo "make test-extras                   test what needs optional packages, which it installs, and the workflows"
 	@echo "make test-docker                   test image, compose, Podman, services and wheel (root; 30 min)"

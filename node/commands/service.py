@@ -158,14 +158,9 @@ def plan_service(
     if place.system == "Darwin":
         return _plan_launchd(place, scope, data_dir, settings, config)
     is_system = scope == "system"
-    if is_system:
+    if is_system and not is_removal:
         named = [Path(value) for value in settings.values() if value.startswith("/")]
-        for path in filter(None, (place.program, place.interpreter, config, data_dir, *writable, *named)):
-            if not is_removal and any(path.is_relative_to(folder) for folder in PRIVATE_FOLDERS):
-                raise UsageError(
-                    f"A system service cannot read {path}: install the program for all users, such as into "
-                    "/opt/diloco, keep its configuration in /etc and its data in /var/lib or /srv, or use --user."
-                )
+        _check_readable([place.program, place.interpreter, config, data_dir, *writable, *named])
     data_dir = data_dir or (SYSTEM_DATA if is_system else place.home / ".local/share/diloco-node")
     environment_file, unit = _service_files(place, scope)
     command = [str(place.program), "run", *(("--config", str(config)) if config is not None else ())]
@@ -203,6 +198,15 @@ def _check_place(place: Place, scope: Scope) -> None:
         raise MachineError(
             f"install-service knows systemd and launchd, not {place.system}: start `diloco-node run` by hand."
         )
+
+
+def _check_readable(paths: Sequence[Path | None]) -> None:
+    for path in filter(None, paths):
+        if any(path.is_relative_to(folder) for folder in PRIVATE_FOLDERS):
+            raise UsageError(
+                f"A system service cannot read {path}: install the program for all users, such as into "
+                "/opt/diloco, keep its configuration in /etc and its data in /var/lib or /srv, or use --user."
+            )
 
 
 def _service_files(place: Place, scope: Scope) -> tuple[Path, ...]:

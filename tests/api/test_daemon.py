@@ -235,7 +235,7 @@ def test_node_that_has_trained_waits_for_the_memory_that_a_worker_needs(tmp_path
 
 
 def test_invalid_message_from_the_worker_counts_as_a_crash(tmp_path: Path) -> None:
-    with Daemon(tmp_path, "rubbish", **QUICK) as daemon:
+    with Daemon(tmp_path, "rubbish", backoff_s=[]) as daemon:
         assert "not a valid message" in daemon.ready().until_phase("error", "worker_crashes")["reason"]
 
 
@@ -247,7 +247,7 @@ def test_worker_that_sends_no_heartbeat_counts_as_crashed(tmp_path: Path) -> Non
 
 def test_worker_that_computes_before_its_first_heartbeat_is_not_killed(tmp_path: Path) -> None:
     """Such as one that imports its modules on a slow machine."""
-    with Daemon(tmp_path, "slow:8", grace_s=1.0, hung_s=4.0, **QUICK) as daemon:
+    with Daemon(tmp_path, "slow:5", grace_s=1.0, hung_s=2.5, **QUICK) as daemon:
         daemon.ready().until_phase("training")
         assert daemon.status()["notices"] == []
         assert "is killed" not in daemon.terminate()[2]
@@ -257,7 +257,7 @@ def test_worker_that_computes_before_its_first_heartbeat_is_not_killed(tmp_path:
 def test_worker_that_is_idle_or_takes_too_long_before_its_first_heartbeat_is_killed(
     tmp_path: Path, behaviour: str, start_s: float
 ) -> None:
-    with Daemon(tmp_path, behaviour, grace_s=0.5, hung_s=1.0, start_s=start_s, **QUICK) as daemon:
+    with Daemon(tmp_path, behaviour, grace_s=0.5, hung_s=1.0, start_s=start_s, backoff_s=[]) as daemon:
         assert "no heartbeat" in daemon.ready().until_phase("error", "worker_crashes")["reason"]
 
 

@@ -147,6 +147,7 @@ def test_pairwise_cosine_is_that_of_all_pairs() -> None:
     assert pairwise_cosine([x, 3 * x, y]) == pytest.approx(1 / 3, abs=1e-6)
 
 
+@pytest.mark.nightly
 def test_one_worker_whose_outer_step_copies_it_equals_a_worker_without_outer_step() -> None:
     copying = SHORT.but(workers=1, optimizer="sgd", outer_lr=1.0)
     plain = Trial(SHORT.but(kind="plain"), 3).run()
@@ -155,6 +156,7 @@ def test_one_worker_whose_outer_step_copies_it_equals_a_worker_without_outer_ste
     assert Trial(SHORT, 3).run().loss != pytest.approx(plain.loss, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_inner_schedule_changes_the_rate_of_the_steps_and_not_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: dict[str, list[float]] = {"cosine": [], "wsd": []}
     step = InnerLoop.step
@@ -196,6 +198,7 @@ def test_outer_optimizers_are_those_of_torch(optimizer: str) -> None:
     assert torch.allclose(trial.state.anchor, parameter.detach(), atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_lost_contribution_arrives_one_round_later() -> None:
     """With `carry`, a worker whose contribution is lost has it in its next one, and its tokens weigh as much."""
     trial = Trial(SHORT.but(drop=1.0), 0)
@@ -204,6 +207,7 @@ def test_lost_contribution_arrives_one_round_later() -> None:
     assert {worker.steps for worker in trial.workers} == {20}
 
 
+@pytest.mark.nightly
 def test_steps_of_one_worker_before_the_others_start_do_not_weigh_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     trial, weights = Trial(SHORT.but(pretrain=0.5), 0), []
     weight = Trial._weight
@@ -217,6 +221,7 @@ def test_steps_of_one_worker_before_the_others_start_do_not_weigh_in_the_mean(mo
     assert weights == [10 * BATCH * LENGTH] * 2
 
 
+@pytest.mark.nightly
 def test_workers_that_start_from_a_trained_model_have_its_inner_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(SHORT.but(workers=3, pretrain=0.5), 0)
     started: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
@@ -235,6 +240,7 @@ def test_workers_that_start_from_a_trained_model_have_its_inner_optimizer(monkey
         assert all(torch.equal(its_state[key], state[key]) for key in state)
 
 
+@pytest.mark.nightly
 def test_mean_is_clipped_only_if_the_arm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a lost round, a contribution has twice the norm of the others."""
     lost = SHORT.but(workers=4, steps=40, drop=0.5, weights="uniform", drop_rule="stay")
@@ -251,6 +257,7 @@ def test_mean_is_clipped_only_if_the_arm_says_so(monkeypatch: pytest.MonkeyPatch
     assert len(clipped) == 4 and not torch.equal(anchors[0].state.anchor, anchors[1].state.anchor)
 
 
+@pytest.mark.nightly
 def test_workers_with_equal_tokens_share_one_batch() -> None:
     for workers in (1, 2):
         arm = at_equal_tokens(workers).but(steps=30)
@@ -258,6 +265,7 @@ def test_workers_with_equal_tokens_share_one_batch() -> None:
         assert arm.cost_s < BASE.but(steps=30).cost_s
 
 
+@pytest.mark.nightly
 def test_slow_workers_make_fewer_steps_in_rounds_of_equal_time() -> None:
     speeds = (1.0, 0.25)
     by_time = Trial(SHORT.but(speeds=speeds), 0).run()
@@ -299,6 +307,7 @@ def test_store_tells_which_code_trained_its_cells(tmp_path: Path) -> None:
     assert {version: count for (version, _), count in versions.items()} == {"00000000": 1, code(): 1}
 
 
+@pytest.mark.nightly
 def test_cell_that_fails_does_not_lose_the_others(tmp_path: Path) -> None:
     store = Store(tmp_path / "book.jsonl")
     bad = SHORT.but(codec="none of ours")
@@ -315,10 +324,12 @@ def test_second_book_that_writes_to_the_same_file_is_refused(tmp_path: Path) -> 
             run([(SHORT, 0)], Store(file), jobs=1)
 
 
+@pytest.mark.nightly
 def test_wrong_sign_of_the_pseudo_gradient_is_noticed() -> None:
     assert Trial(SHORT.but(sign=-1.0), 0).run().loss > 1.2 * Trial(SHORT, 0).run().loss
 
 
+@pytest.mark.nightly
 def test_training_that_diverges_has_an_infinite_loss() -> None:
     assert Trial(SHORT.but(sign=-1.0, outer_lr=1e20), 0).run().loss == math.inf
 

@@ -145,7 +145,8 @@ def test_dashboard_shows_an_error_after_worker_crashes_until_resume(
 def test_dashboard_of_a_relay_shows_the_run_but_no_training(
     swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
-    tab = show(tabs, context, swarm.nodes[-1]).until_phase("training", word="Relaying", wait_s=LONG_S)
+    (relay,) = [node for node in swarm.nodes if node.order == "relay"]
+    tab = show(tabs, context, relay).until_phase("training", word="Relaying", wait_s=LONG_S)
     tab.page.get_by_text("This node relays for the run and does not train.").first.wait_for()
     assert tab.button("Pause").count() == tab.button("Resume").count() == 0
     assert tab.button("Leave").count() == 1

@@ -47,6 +47,7 @@ def test_nodes_behind_symmetric_nats_train_through_a_relay_that_does_not_train(s
         assert carried > 0 and members[1].status()["contribution"]["bytes_relayed"] == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_next_round_includes_all_members_after_the_relay_between_them_was_killed(swarm: Swarm) -> None:
     with world([*[Home("symmetric", lines=(10, 10))] * MEMBERS, Home("public"), Home("public")]) as homes:
@@ -76,6 +77,7 @@ def test_next_round_includes_all_members_after_the_relay_between_them_was_killed
         assert_agreed(members)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_relay_keeps_its_upload_limit(swarm: Swarm) -> None:
     limit_mbit_s = 6.0

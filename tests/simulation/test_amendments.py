@@ -115,7 +115,7 @@ def steered_scenario(seed: int) -> Scenario:
     return replace(drawn, is_steered=True, hostile="", joiners_download=bool(seed % 2))
 
 
-@pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
+@pytest.mark.parametrize("first", [0, 10, *(pytest.param(first, marks=pytest.mark.nightly) for first in (20, 30))])
 def test_all_nodes_use_the_same_settings_in_each_round(first: int) -> None:
     accepted = joined = rewound = 0
     for seed in SEEDS[first : first + 10]:

@@ -43,7 +43,7 @@ def test_some_schedule_violates_safety_if_the_model_lacks_a_rule(what: str) -> N
     assert explore(MUTANTS[what])[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("nodes", "attempts"), SIZES[2:3])
 def test_no_schedule_of_more_modelled_nodes_or_attempts_commits_two_outcomes(nodes: int, attempts: int) -> None:

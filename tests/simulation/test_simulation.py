@@ -80,7 +80,7 @@ def test_progress_is_not_promised_if_half_of_the_living_contributors_are_hostile
     assert simulate(replace(scenario, hostile=""))[0].violations == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_none_of_many_simulated_seeds_violates_an_invariant() -> None:
     """`make simulate` runs thousands."""

@@ -17,6 +17,7 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm
 SHORT_ROUNDS = "--run.round.inner_steps=10"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_node_on_the_built_in_preset_stops_promptly_on_leave_and_on_interrupt(tmp_path: Path, figures: Figures) -> None:
     with Swarm(tmp_path) as swarm:

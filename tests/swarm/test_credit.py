@@ -45,6 +45,7 @@ def tables_at_one_round(nodes: Sequence[Node], from_round: int) -> list[tuple[En
     return list(seen[number].values())
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(420)
 def test_late_node_has_the_same_credit_as_the_others_and_each_can_prove_its_own(tmp_path: Path) -> None:
     run = tiny(round={"min_peers": 2, "inner_steps": INNER_STEPS})

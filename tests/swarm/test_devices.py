@@ -64,6 +64,7 @@ def test_node_whose_inner_steps_all_overflow_ends_and_contributes_nothing(swarm:
     assert "Round 0" not in node.said()
 
 
+@pytest.mark.nightly
 def test_node_halves_its_micro_batch_when_memory_runs_out(swarm: Swarm) -> None:
     node = swarm.found(env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, START_S)
@@ -71,6 +72,7 @@ def test_node_halves_its_micro_batch_when_memory_runs_out(swarm: Swarm) -> None:
     assert "Out of memory with 2 sequences at once. Training continues with 1 at once." in node.said()
 
 
+@pytest.mark.nightly
 def test_node_stops_training_and_names_the_remedy_if_memory_is_too_small_for_one_sequence(swarm: Swarm) -> None:
     """The node stays, because its memory may come back. It trains again on `resume`."""
     node = swarm.found(env={"DILOCO_FAULTS": "inner@*=memory:0"})
@@ -79,6 +81,7 @@ def test_node_stops_training_and_names_the_remedy_if_memory_is_too_small_for_one
     assert "devices.activation_checkpointing" in status["reason"] and "`resume`" in status["reason"]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_node_with_sharded_ranks_restarts_with_a_smaller_micro_batch_if_memory_runs_out(swarm: Swarm) -> None:
     """Memory runs out in round 0, before the node has saved anything. The supervisor restarts all ranks."""

@@ -16,6 +16,8 @@ from tests.benchmarks.gpu import flops_a_token, peak_flops
 from tests.benchmarks.processes import ROOT
 from tests.swarm.harness import environment, tiny
 
+pytestmark = pytest.mark.nightly
+
 
 def run(results: Path, *words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     command, variables = [sys.executable, "-m", *words], environment({"BENCHMARK_RESULTS": str(results)})

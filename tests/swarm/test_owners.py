@@ -22,6 +22,7 @@ def owner(node: Node, *words: str) -> str:
     return out.strip()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_machines_of_one_owner_are_one_row_and_keep_their_name_when_they_leave(tmp_path: Path) -> None:
     run = tiny(

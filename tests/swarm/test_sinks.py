@@ -25,6 +25,7 @@ def curves(node: Node) -> dict[int, dict[str, Any]]:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_two_nodes_write_the_same_curves_of_their_run(tmp_path: Path) -> None:
     run = tiny(round={"min_peers": 2, "inner_steps": 12}, evaluation={"batches": 2, "every_rounds": 2})

@@ -255,7 +255,10 @@ def test_too_little_memory_for_one_sequence_is_an_error_with_a_remedy() -> None:
         pytest.param(
             DevicesConfig(),
             Execution("fp32", 3, "compiled", compiled=True),
-            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++"),
+            marks=[
+                pytest.mark.nightly,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++"),
+            ],
         ),
     ],
     ids=["recomputed", "compiled"],
