@@ -141,7 +141,7 @@ def plan_service(
     scope: Scope,
     *,
     data_dir: Path | None = None,
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] = {},
     config: Path | None = None,
     writable: Sequence[Path] = (),
     environment: str = "",
@@ -153,7 +153,6 @@ def plan_service(
     exists. Raises UsageError where the scope does not fit the user, or if the service could not read a path and the
     plan is not for its removal, and MachineError on other systems.
     """
-    settings = dict(settings or {})
     _check_place(place, scope)
     if place.system == "Darwin":
         return _plan_launchd(place, scope, data_dir, settings, config)
@@ -165,21 +164,20 @@ def plan_service(
     environment_file, unit = _service_files(place, scope)
     command = [str(place.program), "run", *(("--config", str(config)) if config is not None else ())]
     manager = ("systemctl",) if is_system else ("systemctl", "--user")
-    before: tuple[tuple[str, ...], ...] = ()
+    before: list[tuple[str, ...]] = []
     if is_system:
-        before = (
-            ("useradd", "--system", "--user-group", "--home-dir", str(data_dir), "--shell", "/usr/sbin/nologin", USER),
-        )
+        home = ("--home-dir", str(data_dir))
+        before.append(("useradd", "--system", "--user-group", *home, "--shell", "/usr/sbin/nologin", USER))
         own = [data_dir] if data_dir != SYSTEM_DATA else []  # systemd itself makes the other one.
         for folder in (*own, *(folder for folder in writable if not folder.is_dir())):
-            before = (*before, ("install", "-d", "-o", USER, "-g", USER, "-m", "0700", str(folder)))
+            before.append(("install", "-d", "-o", USER, "-g", USER, "-m", "0700", str(folder)))
     as_user = f"sudo -u {USER} " if is_system else ""
     return ServicePlan(
         files=(
             ServiceFile(environment_file, _environment_text(settings, environment), 0o600),
             ServiceFile(unit, _unit_text(place, scope, data_dir, environment_file, command, writable), 0o644),
         ),
-        before=before,
+        before=tuple(before),
         linger=() if is_system else ("loginctl", "enable-linger", place.user_name),
         start=((*manager, "daemon-reload"), (*manager, "enable", NAME), (*manager, "restart", NAME)),
         stop=((*manager, "disable", "--now", NAME),),
