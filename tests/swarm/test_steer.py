@@ -51,7 +51,7 @@ def until_in_force(node: Node, number: int) -> dict[str, Any]:
 def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
     run = tiny(round={"min_peers": 2, "inner_steps": 15}, governance="founder", total_tokens=10**9)
     with Swarm(tmp_path / "swarm", run) as swarm:
-        keep = "--checkpoint.keep=16"
+        keep = "--checkpoint.keep=12"
         founder = swarm.found(keep)
         (second,) = swarm.join("second", flags=[keep])
         founder.until_round(1)
@@ -85,7 +85,7 @@ def test_all_nodes_follow_what_the_founder_changes(tmp_path: Path) -> None:
         assert_agreed(nodes)
         assert any("Amendment 1 by" in entry["text"] for entry in second.http.get("/api/v1/journal").json()["entries"])
         kept = sorted(checkpoint_round(path) for path in founder.checkpoints())
-        steer(founder, "rollback", str(kept[-2]), "--from-round", str(founder.status()["run"]["round"] + 30))
+        steer(founder, "rollback", str(kept[-2]), "--from-round", str(founder.status()["run"]["round"] + 20))
         for node in nodes:
             until_in_force(node, 5)
         tokens = founder.status()["run"]["swarm_tokens"]
@@ -183,9 +183,8 @@ def test_run_goes_on_past_its_old_end_without_losing_a_round(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("governance", ["fixed", "founder"])
-def test_run_goes_on_when_the_key_of_its_founder_is_lost(tmp_path: Path, governance: str) -> None:
-    run = tiny(round={"min_peers": 2}, governance=governance)
+def test_run_goes_on_when_the_key_of_its_founder_is_lost(tmp_path: Path) -> None:
+    run = tiny(round={"min_peers": 2}, governance="founder")
     with Swarm(tmp_path / "swarm", run) as swarm:
         founder = swarm.found()
         second, third = swarm.join("second", "third")
@@ -197,8 +196,7 @@ def test_run_goes_on_when_the_key_of_its_founder_is_lost(tmp_path: Path, governa
         third.until_round(last + 4, PATIENCE * START_S)
         assert status["phase"] in ("training", "syncing")
         code, _, problem = command("steer", "pause", "--data-dir", str(second.folder))
-        refusals = {"fixed": "Nobody may amend this run", "founder": "may not amend this run"}
-        assert code == 2 and refusals[governance] in problem
+        assert code == 2 and "may not amend this run" in problem
         # The founder's machine comes back with a new key, as another member.
         founder.start()
         back = founder.until_round(last + 6, PATIENCE * START_S)["run"]["round"]
