@@ -192,6 +192,11 @@ Send = Callable[[Notification], None]
 class NothingSent(Exception):
     """The receiver has taken nothing, so a further try repeats nothing."""
 
+    def __init__(self, reason: str, *, is_temporary: bool = True) -> None:
+        """`is_temporary`: the receiver may take the message later."""
+        super().__init__(reason)
+        self.is_temporary = is_temporary
+
 
 class _Receiver:
     """Sends messages one after the other on a thread that nobody waits for."""
@@ -226,7 +231,7 @@ class _Receiver:
                 self._send(message)
             except NothingSent as exc:
                 self.in_flight = None
-                if pause_s is None:
+                if pause_s is None or not exc.is_temporary:
                     logger.warning("A message to notify.%s was given up: %s", self._name, exc)
                     return
                 if tries == 1:
@@ -276,9 +281,8 @@ def _post(url: str, data: bytes, headers: Mapping[str, str]) -> None:
             pass
     except HTTPError as exc:
         with exc:
-            if exc.code in (429, 503):
-                raise NothingSent(f"it answered {exc.code}") from exc
-            raise OSError(f"it answered {exc.code}") from exc
+            is_temporary = exc.code == 429 or exc.code >= 500
+            raise NothingSent(f"it answered {exc.code}", is_temporary=is_temporary) from exc
     except URLError as exc:  # Raised while connecting and sending; a late answer is a TimeoutError.
         raise NothingSent(_reason(exc)) from exc
 

@@ -208,8 +208,9 @@ def test_a_receiver_that_hangs_gets_one_message_and_holds_up_nothing(
     assert len(receiver.got) == 1 and caplog.text.count("perhaps not received") == 2
 
 
+@pytest.mark.parametrize("code", [429, 500, 503])
 def test_a_receiver_that_is_away_for_a_while_gets_the_message_once(
-    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, receiver: Receiver, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifier, "LOOK_S", 0.05)
     monkeypatch.setattr(notifier, "RETRY_S", (0.2, 0.2, 0.2))
@@ -218,7 +219,7 @@ def test_a_receiver_that_is_away_for_a_while_gets_the_message_once(
 
     def post(url: str, data: bytes, headers: dict[str, str]) -> None:
         tries.append(url)
-        receiver.code = 503 if len(tries) == 2 else 200
+        receiver.code = code if len(tries) == 2 else 200
         real("http://127.0.0.1:1/" if len(tries) == 1 else url, data, headers)
 
     monkeypatch.setattr(notifier, "_post", post)
@@ -260,8 +261,8 @@ def test_a_restart_does_not_repeat_an_error_that_was_being_sent_when_the_node_en
     assert again.after(0) == again.after(SETTLE_S) == []
 
 
-@pytest.mark.parametrize("code", [302, 404, 500])
-def test_a_receiver_that_redirects_or_refuses_is_logged_and_asked_once(
+@pytest.mark.parametrize("code", [302, 404])
+def test_a_receiver_that_redirects_or_refuses_is_logged_and_asked_again_only_after_a_restart(
     tmp_path: Path, receiver: Receiver, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notifier, "LOOK_S", 0.05)
@@ -271,6 +272,12 @@ def test_a_receiver_that_redirects_or_refuses_is_logged_and_asked_once(
     deliver(told, lambda: f"it answered {code}" in caplog.text)
     assert len(receiver.got) == 1
     assert f"it answered {code}" in caplog.text and "topic" not in caplog.text, "the URL may be a secret"
+    asyncio.run(told.notifier.aclose())
+    receiver.code = 200  # The owner has corrected the URL.
+    again = Told(tmp_path, webhook=receiver.url)
+    again.show(DISK)
+    deliver(again, lambda: len(receiver.got) == 2)
+    assert len(receiver.got) == 2
 
 
 def test_an_error_with_which_the_node_ends_is_told_at_once(tmp_path: Path, receiver: Receiver) -> None:
