@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import math
 import random
 import statistics
@@ -35,8 +36,13 @@ CHUNKS, CHUNK_BYTES = 16, 64 * 1024
 GOSSIP_S = 2.0
 """Slower than in production, because heartbeats take most of the simulation's time."""
 CONTRIBUTION_BYTES = CHUNKS * CHUNK_BYTES
+LATENCIES_S = tuple(itertools.product((0.001, 0.01, 0.05, 0.1), (0.0, 0.01, 0.05, 0.3)))
+"""Pairs of latency and jitter. A message takes the latencies and at most the jitters of both lines."""
+MESSAGES = 8
+"""The messages between two members that follow one another from a commit to the next join: the news of the commit, two
+each for the certificates, the mean and the upload, and the join."""
 NEEDED_RATIO = 1.0
-"""The bound: upload, download and one inner step of a member take at most this share of T_r."""
+"""The bound: upload, download, one inner step and MESSAGES of a member take at most this share of T_r."""
 LONGEST_RATIO = 8.0
 """A round that takes longer than this many T_r counts as a stop."""
 SHOWN, SUMMED_EVERY = 10, 500
@@ -65,10 +71,13 @@ def draw(seed: int) -> Scenario:
     round_s, inner_steps = rng.choice((5.0, 10.0, 20.0)), rng.choice((20, 50, 100))
     typical_step_s = round_s / inner_steps
     step_s = tuple(typical_step_s * slow / statistics.median_low(slowness) for slow in slowness)
+    rest_s = [NEEDED_RATIO * round_s - step for step in step_s]
+    # All messages of a member with the best line leave half of its time for the transfers.
+    far_s = rng.choice([s for s in map(sum, LATENCIES_S) if MESSAGES * (sum(LATENCIES_S[0]) + s) <= min(rest_s) / 2])
     return Scenario(
         seed=seed,
         step_s=step_s,
-        lines=tuple(_line(rng, NEEDED_RATIO * round_s - step) for step in step_s),
+        lines=tuple(_line(rng, most_s, far_s) for most_s in rest_s),
         faults=(),
         length_s=LONGEST_RATIO * round_s * ROUNDS,
         min_peers=rng.choice((1, 2, 3)),
@@ -90,13 +99,14 @@ def transfer_s(line: Line) -> float:
     return CONTRIBUTION_BYTES / line.up_bytes_s + CONTRIBUTION_BYTES / line.down_bytes_s
 
 
-def _line(rng: random.Random, most_s: float) -> Line:
-    """A line that transfers a contribution and a mean within `most_s`."""
-    latency_s, jitter_s = rng.choice((0.001, 0.01, 0.05, 0.1)), rng.choice((0.0, 0.01, 0.05, 0.3))
+def _line(rng: random.Random, most_s: float, far_s: float) -> Line:
+    """A line that transfers a contribution, a mean and MESSAGES within `most_s`. No latency is longer than `far_s`."""
+    pairs = [pair for pair in LATENCIES_S if sum(pair) <= far_s]
     while True:
         up_bytes_s, down_bytes_s = sorted(BYTES_PER_MBIT * _mbit_s(rng) for _ in range(2))
+        latency_s, jitter_s = rng.choice(pairs)
         line = Line(latency_s, jitter_s, up_bytes_s=up_bytes_s, down_bytes_s=down_bytes_s)
-        if transfer_s(line) <= most_s:
+        if transfer_s(line) + MESSAGES * (latency_s + jitter_s + far_s) <= most_s:
             return line
 
 

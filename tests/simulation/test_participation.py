@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
 
-from tests.simulation.participation import CONTRIBUTION_BYTES, draw, judge, misses, run_seed, transfer_s
+from tests.simulation.participation import CONTRIBUTION_BYTES, MESSAGES, draw, judge, misses, run_seed, transfer_s
 
 
 def test_every_simulated_member_is_in_at_least_every_second_round() -> None:
@@ -35,8 +36,17 @@ def test_participation_check_names_the_second_of_two_missed_rounds() -> None:
     assert misses(["ab", "a", "a", "a", "b"], "b") == [2, 3]
 
 
+def test_drawn_members_are_within_the_bounds() -> None:
+    for scenario in map(draw, range(300)):
+        round_s = scenario.inner_steps * statistics.median_low(scenario.step_s)
+        latencies_s = [line.latency_s + line.jitter_s for line in scenario.lines]
+        for line, step_s, latency_s in zip(scenario.lines, scenario.step_s, latencies_s, strict=True):
+            messages_s = MESSAGES * (latency_s + max(latencies_s))
+            assert transfer_s(line) + step_s + messages_s <= round_s + 1e-9, scenario.seed
+
+
 def test_lines_drawn_for_simulated_members_cover_all_speeds() -> None:
     lines = [line for seed in range(300) for line in draw(seed).lines]
     uplinks = [line.up_bytes_s for line in lines]
-    assert min(uplinks) == 250_000 and max(uplinks) > 100e6
+    assert min(uplinks) == 250_000 and max(uplinks) > 90e6
     assert max(map(transfer_s, lines)) > 3 * CONTRIBUTION_BYTES / 1e6
