@@ -207,8 +207,8 @@ def test_apple_gpu_shares_the_memory_of_the_host_and_computes_in_fp32(monkeypatc
 def test_apple_processor_is_named_by_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
 
-    def sysctl(command: list[str], **_: object) -> SimpleNamespace:
-        assert command[1:] == ["-n", "machdep.cpu.brand_string"]
+    def sysctl(command: tuple[str, ...], **_: object) -> SimpleNamespace:
+        assert command[1:] == ("-n", "machdep.cpu.brand_string")
         return SimpleNamespace(stdout="Apple M2 Pro\n")
 
     monkeypatch.setattr(subprocess, "run", sysctl)
