@@ -4,6 +4,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Python keeps compiled modules even if the environment forbids it. Otherwise each process would compile all of them again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The first interpreter that runs and has a supported version. Version managers leave names behind that do not run.
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
