@@ -190,7 +190,7 @@ Send = Callable[[Notification], None]
 
 
 class NothingSent(Exception):
-    """The receiver has taken nothing, so a further try repeats nothing."""
+    """The receiver was not reached, or says that it did not take the message."""
 
     def __init__(self, reason: str, *, is_temporary: bool = True) -> None:
         """`is_temporary`: the receiver may take the message later."""

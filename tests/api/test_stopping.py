@@ -105,27 +105,28 @@ def test_persistent_node_stops_on_leave_and_trains_again_on_resume(tmp_path: Pat
         assert (code, seconds < 15) == (0, True)
 
 
-def test_stopped_persistent_node_stays_stopped_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+def test_stopped_persistent_node_stays_stopped_after_a_restart(tmp_path: Path, number: signal.Signals) -> None:
     with Daemon(tmp_path, persist=True) as daemon:
         daemon.ready().until_phase("training")
         daemon.act("leave")
         daemon.until_phase("stopped")
-        assert daemon.terminate()[0] == 0
+        assert daemon.terminate(number)[0] == 0
     with Daemon(tmp_path, persist=True) as daemon:
         assert daemon.ready().status()["phase"] == "stopped"
         daemon.act("resume")
         daemon.until_phase("training")
-        assert daemon.terminate()[0] == 0
+        assert daemon.terminate(number)[0] == 0
     # The node does not remember the signal as a request to stop, so its next start trains.
     with Daemon(tmp_path, persist=True) as daemon:
         daemon.ready().until_phase("training")
         daemon.act("leave")
         daemon.until_phase("stopped")
-        assert daemon.terminate()[0] == 0
+        assert daemon.terminate(number)[0] == 0
     # A node without `persist` has no page while stopped, so its start resumes training.
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
-        assert daemon.terminate()[0] == 0
+        assert daemon.terminate(number)[0] == 0
 
 
 @pytest.mark.parametrize(("action", "phase"), [("drain", "draining"), ("leave", "leaving")])

@@ -47,7 +47,6 @@ def test_nodes_behind_symmetric_nats_train_through_a_relay_that_does_not_train(s
         assert carried > 0 and members[1].status()["contribution"]["bytes_relayed"] == 0
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_next_round_includes_all_members_after_the_relay_between_them_was_killed(swarm: Swarm) -> None:
     with world([*[Home("symmetric", lines=(10, 10))] * MEMBERS, Home("public"), Home("public")]) as homes:

@@ -79,11 +79,8 @@ class Before:
         node.until(lambda s: s["contribution"]["rounds_joined"] >= self.rounds_joined + 2, START_S)
         assert self.tokens > 0 and median(self.losses[-COMPARED:]) < FIRST_LOSS - 1, self.losses
 
-    def check(self, node: Node, *, with_losses: bool = False) -> float:
-        """Compare this state with the node's state when it trains again. Returns the moment of its third round.
-
-        The losses of many rounds are compared only if asked, because that takes long.
-        """
+    def check(self, node: Node) -> float:
+        """Compare this state with the node's state when it trains again. Returns the moment of its third round."""
         first = node.until(lambda s: s["contribution"]["tokens_total"], START_S)
         assert first["contribution"]["tokens_total"] >= self.tokens
         assert first["contribution"]["rounds_joined"] > self.rounds_joined
@@ -93,8 +90,6 @@ class Before:
         known = status["run"]["round"]
         node.until(lambda s: s["run"]["round"] > known + 2 and s["peers"]["training"] == 2, START_S)
         returned_s = time.monotonic()
-        if not with_losses:
-            return returned_s
         node.until(lambda s: s["run"]["round"] > known + COMPARED, START_S)
         after = round_losses(node)[len(self.losses) :]
         assert median(after[:COMPARED]) < median(self.losses[-COMPARED:]) + 0.5, (self.losses, after)
@@ -119,7 +114,7 @@ def test_killed_worker_or_p2pd_daemon_is_replaced(pair: list[Node], what: str, f
     wait_for(lambda: not any(process.is_running() for process in old), 10 * PATIENCE, "the old ones still run")
     figures.hold(f"{what} killed, until nothing of the old worker is left", time.monotonic() - began_s, 10)
     node.until(lambda s: s["phase"] != "training", START_S)
-    figures.hold(f"{what} killed, until a round later", before.check(node, with_losses=what == "worker") - began_s, 40)
+    figures.hold(f"{what} killed, until a round later", before.check(node) - began_s, 40)
     assert len(node.processes()) == 3
     assert "Traceback" not in node.said(), "a dead process is told in one sentence"
 

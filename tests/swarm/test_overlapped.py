@@ -17,10 +17,12 @@ SLOW_S = 1.0
 ROUNDS = 5
 
 
-def streaming() -> dict[str, Any]:
+def run_of(mode: str) -> dict[str, Any]:
+    """A run in this mode. Twice the inner steps make a round with two fragments as long as one without fragments."""
+    steps = {"overlapped": 100, "streaming": 200}[mode]
     return tiny(
-        round={"policy": "time", "inner_steps": 200, "min_peers": 2},
-        sync={"mode": "streaming", "fragments": 2, "codec": "int4", "feedback": "loco"},
+        round={"policy": "time", "inner_steps": steps, "min_peers": 2},
+        sync={"mode": mode, "fragments": 2, "codec": "int4", "feedback": "loco"},
     )
 
 
@@ -37,8 +39,9 @@ def has_landed(node: Node, rounds: int) -> bool:
 
 
 @pytest.mark.timeout(240)
-def test_nodes_keep_training_during_streamed_rounds_and_agree(tmp_path: Path) -> None:
-    with Swarm(tmp_path, streaming()) as swarm:
+@pytest.mark.parametrize("mode", ["streaming", pytest.param("overlapped", marks=pytest.mark.nightly)])
+def test_nodes_keep_training_during_overlapped_rounds_and_agree(mode: str, tmp_path: Path) -> None:
+    with Swarm(tmp_path, run_of(mode)) as swarm:
         env = {"DILOCO_FAULTS": f"reduce@*=stall:{SLOW_S}"}
         founder = swarm.found(env=env)
         founder.calm()
@@ -56,7 +59,7 @@ def test_nodes_keep_training_during_streamed_rounds_and_agree(tmp_path: Path) ->
 
 @pytest.mark.timeout(240)
 def test_node_killed_while_it_sends_a_contribution_returns_to_the_rounds(tmp_path: Path) -> None:
-    with Swarm(tmp_path, streaming()) as swarm:
+    with Swarm(tmp_path, run_of("streaming")) as swarm:
         founder = swarm.found()
         founder.calm()
         swarm.join("second")
@@ -75,7 +78,7 @@ def test_automatic_sync_lengthens_rounds_until_the_transfers_fit(tmp_path: Path)
     """The inner steps of a round take 0.4 s at first, and its transfer takes 2 s."""
     run = tiny(
         round={"policy": "time", "inner_steps": 20, "most_inner_steps": 400, "min_peers": 2},
-        sync={"mode": "overlapped", "auto": True, "codec": "int4", "feedback": "loco"},
+        sync={"mode": "overlapped", "auto": True},
     )
     with Swarm(tmp_path, run) as swarm:
         env = {"DILOCO_FAULTS": f"inner@*=rest:0.02,reduce@*=stall:{2 * SLOW_S}"}

@@ -89,7 +89,7 @@ def test_members_publish_each_round_once_and_others_join_a_run_that_was_founded_
             titles = [commit.title for commit in repository.commits] if repository else []
             return [number for title in titles if (number := round_of(title)) is not None]
 
-        wait_for(lambda: len(rounds()) >= 2, PATIENCE * START_S, "too few publications")
+        wait_for(lambda: len(rounds()) >= 3, PATIENCE * START_S, "too few publications")
         status = member.until(lambda s: s["publication"]["round"] >= 0, PATIENCE * START_S)
         assert status["publication"]["problem"] == "" and status["publication"]["to"] == "hub:ada/tiny"
         found = rounds()
