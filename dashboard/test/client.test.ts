@@ -1,5 +1,5 @@
 import { afterEach, expect, test, vi } from "vitest";
-import { api, ApiError, openSession } from "../src/api/client";
+import { api, ApiError, closeSession, openSession } from "../src/api/client";
 
 afterEach(() => vi.unstubAllGlobals());
 
@@ -50,4 +50,19 @@ test.each([401, 429])("a token that the node refuses with %i is forgotten, and t
   expect((await failureOf(api.status())).locked).toBe(true);
   expect((await failureOf(api.status())).locked).toBe(true);
   expect(asked).toEqual(["POST /api/v1/session", "GET /api/v1/status", "POST /api/v1/session", "GET /api/v1/status"]);
+});
+
+test.each([
+  [204, ["closing", "closed"]],
+  [401, ["closing", "closed"]],
+  [503, ["closing"]],
+])("tabs hear that the page is locked only if the session has ended: status %i", async (status, heard) => {
+  answering(status);
+  const told: unknown[] = [];
+  vi.stubGlobal("BroadcastChannel", class {
+    postMessage = (word: unknown) => told.push(word);
+    close = () => undefined;
+  });
+  const failure = await closeSession().catch((error: unknown) => error);
+  expect([failure instanceof ApiError, told]).toEqual([status === 503, heard]);
 });

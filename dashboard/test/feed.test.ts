@@ -80,6 +80,16 @@ test("a silent stream causes a poll, and stays open if the node answers", async 
   expect(node.receivedAt).toBe(Date.now());
 });
 
+test("a proxy that holds the events of the stream back is polling", async () => {
+  node.feed.wake();
+  await pass(0);
+  expect([node.link, node.open]).toEqual(["opening", 1]);
+  await pass(POLL_MS);
+  expect([node.asked, node.link, node.open]).toEqual([2, "polling", 1]);
+  node.stream?.onStatus(say("streamed"));
+  expect(node.link).toBe("stream");
+});
+
 test("a node that hangs behind an open stream counts as lost", async () => {
   await streaming();
   const heard = Date.now();

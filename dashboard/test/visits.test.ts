@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { ABSENCE_MS, parseVisit, wasAway } from "../src/state/visits";
+import { ABSENCE_MS, later, parseVisit, wasAway } from "../src/state/visits";
 
 const EVENING = { peer: "a", at: 1_000_000 };
 const MORNING = { peer: "a", at: 1_000_000 + 9 * 3_600_000 };
@@ -16,4 +16,9 @@ test("a stored visit that is damaged is ignored", () => {
   for (const text of [null, "", "{", "null", "[]", '{"peer":"a"}', JSON.stringify({ ...EVENING, at: "noon" })]) {
     expect(parseVisit(text)).toBeNull();
   }
+});
+
+test("the later one of two visits counts", () => {
+  expect([later(EVENING, MORNING), later(MORNING, EVENING)]).toEqual([MORNING, MORNING]);
+  expect([later(null, EVENING), later(EVENING, null), later(null, null)]).toEqual([EVENING, EVENING, null]);
 });

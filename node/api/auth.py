@@ -27,6 +27,9 @@ METRICS = "/metrics"
 RUN_PAGE = "/public"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 BODY_BYTES_MAX = 64 * 1024
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+"""Headers with which a proxy shows that it asks for somebody else."""
 BODY_TIMEOUT_S = 10.0
 SESSION_S = 7 * 86400.0
 SESSIONS_MAX = 64
@@ -117,7 +120,7 @@ class Guard:
         self._keys = keys
         # A wildcard address is for binding only: browsers let any page reach this machine under it.
         named = {host.strip("[]").lower() for host in hosts if host} - {"0.0.0.0", "::"}
-        self._hosts = {"localhost", "127.0.0.1", "::1"} | named
+        self._hosts = LOOPBACK_NAMES | named
         self._metrics_public = metrics_public
         self._page_public = page_public
         self._body_bytes_max = body_bytes_max
@@ -257,8 +260,13 @@ def _is_origin_of(origin: str, host: str) -> bool:
 
 
 def _is_from_loopback(scope: Scope, headers: Headers) -> bool:
-    """Whether the caller is on this machine and is not a proxy for somebody elsewhere."""
-    if "forwarded" in headers or "x-forwarded-for" in headers or not scope.get("client"):
+    """Whether the caller is on this machine and is not a proxy for somebody elsewhere.
+
+    A proxy that adds none of its headers shows itself by the Host of the original request, if it passes that on.
+    """
+    if any(name in headers for name in PROXY_HEADERS) or host_name(headers["host"]) not in LOOPBACK_NAMES:
+        return False
+    if not scope.get("client"):
         return False
     try:
         address = ipaddress.ip_address(scope["client"][0])

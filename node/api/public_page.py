@@ -73,7 +73,7 @@ As of {_moment(run.at, "%d %B %Y, %H:%M")} UTC.</p>
 
 
 def _progress(run: PublicRun) -> str:
-    percent = f"{100 * run.progress_ratio:.1f}"
+    percent = f"{math.floor(1000 * run.progress_ratio) / 10:.1f}"  # Never 100 before the end.
     if run.state == "complete":
         ends = "The run is complete."
     elif run.ends_at is not None:

@@ -204,6 +204,8 @@ def public_invite(invite: str, announced: Sequence[str]) -> str:
 
 
 NO_RANKING = Ranking()
+RUN_OVER = ("run_complete", "publishing")
+"""Codes of a node whose run is complete. An amendment can end a run before it has all its tokens."""
 
 
 def make_public_run(
@@ -223,7 +225,7 @@ def make_public_run(
     rate = _tokens_per_second(done, now) if state == "training" else None
     total = run.total_tokens or (manifest.run.total_tokens + manifest.rewound_tokens if manifest is not None else 0)
     left = max(0, total - run.swarm_tokens)
-    is_complete = bool(total) and not left
+    is_complete = (bool(total) and not left) or status.code in RUN_OVER
     return PublicRun(
         name=run.name or (manifest.run.name if manifest is not None else ""),
         purpose=manifest.run.purpose if manifest is not None else "",

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Body, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -97,7 +96,7 @@ def make_router(context: ApiContext) -> APIRouter:
     _add_actions(router, context.node)
     _add_generate(router, context.texts)
     _add_amendments(router, context.node)
-    _add_session(router, context.keys, context.config.api.public_url)
+    _add_session(router, context.keys)
     return router
 
 
@@ -432,9 +431,7 @@ def _add_amendments(router: APIRouter, node: Node) -> None:
         return models.AmendmentAccepted(digest=hashlib.sha256(amendment.text.encode()).hexdigest())
 
 
-def _add_session(router: APIRouter, keys: Keys, public_url: str) -> None:
-    public = urlsplit(public_url)
-
+def _add_session(router: APIRouter, keys: Keys) -> None:
     @router.post("/api/v1/session", tags=["session"])
     async def open_session(request: Request, response: Response) -> models.SessionOpened:
         """Exchange the token for a cookie, so that a page need not keep the token. A session cannot open another."""
@@ -446,8 +443,8 @@ def _add_session(router: APIRouter, keys: Keys, public_url: str) -> None:
             max_age=int(SESSION_S),
             httponly=True,
             samesite="strict",
-            # Behind a proxy with TLS, the scheme of the request is http.
-            secure="https" in (request.url.scheme, public.scheme if request.url.hostname == public.hostname else ""),
+            # Behind a proxy with TLS, the scheme of the request is http, but the browser names its own.
+            secure="https" in (request.url.scheme, request.headers.get("origin", "").partition(":")[0]),
         )
         return models.SessionOpened(cookie=keys.cookie_name)
 

@@ -119,6 +119,8 @@ async def _run(
         live_config = LiveConfig(config, parts.origins, directory.path, state.set_notice)
         settings = live_config.config
         set_level(settings.log.level)
+        for warning in directory.warnings:
+            logger.warning("%s", warning)
         state.update_settings(settings.node.name, settings.limits.model_dump())
         state.restore_counters(directory.load_counters())
         if not settings.node.persist:

@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -64,9 +64,11 @@ class OwnerRequest(Value):
 class DataDirectory:
     """The locked data directory. A context manager, whose exit releases the lock and removes `api.json`."""
 
-    def __init__(self, path: Path, lock_fd: int, token: str) -> None:
+    def __init__(self, path: Path, lock_fd: int, token: str, warnings: Sequence[str] = ()) -> None:
         self.path = path
         self.token = token
+        self.warnings = warnings
+        """Sentences for the log about what `open` repaired, which comes before the log handlers."""
         self._lock_fd = lock_fd
         self._on_problem: Callable[[str], None] = lambda _: None
         self._counters_failed = False
@@ -77,7 +79,7 @@ class DataDirectory:
         path = expand_user(path).absolute()
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _require_private(path)
+            warnings = _require_private(path)
             probe = path / f".write-{os.getpid()}"
             probe.touch()
             probe.unlink()
@@ -86,7 +88,7 @@ class DataDirectory:
             remedy = "repair its permissions or choose another with --data-dir"
             raise _unusable(exc, f"The data folder {path}", f"cannot be written ({exc.strerror}): {remedy}") from exc
         try:
-            token = _load_token(path / "api-token")
+            token = _load_token(path / "api-token", warnings)
             (path / "api.json").unlink(missing_ok=True)
         except OSError as exc:
             os.close(lock_fd)
@@ -95,7 +97,7 @@ class DataDirectory:
         except DataFolderError:
             os.close(lock_fd)
             raise
-        return cls(path, lock_fd, token)
+        return cls(path, lock_fd, token, warnings)
 
     def __enter__(self) -> DataDirectory:
         return self
@@ -266,12 +268,13 @@ def _disk_error(exc: OSError, path: str) -> RestartError:
     return RestartError(text, code="disk")
 
 
-def _require_private(path: Path) -> None:
+def _require_private(path: Path) -> list[str]:
     """Raise DataFolderError if other users of this machine can change the directory, or own a file in it.
 
     They could plant a token that opens the API to them, or replace checkpoints. Files and folders of this user that
-    others may write are repaired.
+    others may write are repaired. Returns a sentence about each of them.
     """
+    warnings = []
     _require_own(path, path.stat())
     if path.stat().st_mode & WRITABLE_BY_OTHERS:
         raise DataFolderError(
@@ -285,7 +288,8 @@ def _require_private(path: Path) -> None:
         _require_own(entry, found)
         if found.st_mode & WRITABLE_BY_OTHERS and not entry.is_symlink():
             entry.chmod(stat.S_IMODE(found.st_mode) & ~WRITABLE_BY_OTHERS)
-            logger.warning("Other users of this machine could write to %s. Its permissions are repaired.", entry)
+            warnings.append(f"Other users of this machine could write to {entry}. Its permissions are repaired.")
+    return warnings
 
 
 def _require_own(path: Path, found: os.stat_result) -> None:
@@ -320,8 +324,8 @@ def _lock(path: Path) -> int:
     return fd
 
 
-def _load_token(path: Path) -> str:
-    """Read the token, or generate one. No error message contains the token."""
+def _load_token(path: Path, warnings: list[str]) -> str:
+    """Read the token, or generate one. No error message contains the token. `warnings` gets a sentence on a repair."""
     try:
         token = path.read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
@@ -336,5 +340,5 @@ def _load_token(path: Path) -> str:
         )
     if path.stat().st_mode & 0o077:
         path.chmod(0o600)
-        logger.warning("The file %s was readable by other users of this machine. Its permissions are repaired.", path)
+        warnings.append(f"The file {path} was readable by other users of this machine. Its permissions are repaired.")
     return token

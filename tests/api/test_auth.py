@@ -135,12 +135,14 @@ def test_session_cookie_replaces_the_token_until_the_session_is_closed(client: C
 
 
 def test_session_cookie_is_for_https_only_behind_a_proxy_with_tls(fake_node: FakeNode) -> None:
+    """A browser drops a cookie for https that comes over http, so an owner on the plain port could never log in."""
     api = fake_node.config.api.model_copy(update={"public_url": "https://nas.example"})
     fake_node.config = fake_node.config.model_copy(update={"api": api})
     http = HttpClient(make_app(fake_node), TOKEN, "127.0.0.1")
-    for host, is_secure in (("nas.example", True), ("127.0.0.1:8080", False)):
-        cookie = http.post("/api/v1/session", headers={"Host": host}).headers["set-cookie"]
-        assert ("; secure" in cookie.lower()) == is_secure
+    for host, scheme in (("nas.example", "https"), ("nas.example:8080", "http"), ("127.0.0.1:8080", "http")):
+        headers = {"Host": host, "Origin": f"{scheme}://{host}"}
+        cookie = http.post("/api/v1/session", headers=headers).headers["set-cookie"]
+        assert ("; secure" in cookie.lower()) == (scheme == "https")
 
 
 @pytest.mark.parametrize(
@@ -203,10 +205,22 @@ def test_throttling_of_wrong_tokens_ends_after_a_minute() -> None:
         (None, "::ffff:127.0.0.1", {}, 200),
         (None, "10.0.0.1", {}, 401),
         (TOKEN, "10.0.0.1", {}, 200),
-        (None, "127.0.0.1", {"X-Forwarded-For": "10.0.0.1"}, 401),  # a proxy on this machine for a remote caller
+        # Proxies on this machine for remote callers.
+        (None, "127.0.0.1", {"X-Forwarded-For": "10.0.0.1"}, 401),
+        (None, "127.0.0.1", {"X-Real-IP": "10.0.0.1"}, 401),
+        (None, "127.0.0.1", {"Via": "1.1 nas"}, 401),
     ],
 )
 def test_metrics_are_public_on_loopback_only(
     client: ClientMaker, token: str | None, address: str, headers: dict[str, str], status: int
 ) -> None:
     assert client(token, address).get("/metrics", headers=headers).status_code == status
+
+
+def test_metrics_are_not_public_under_the_name_of_a_proxy(fake_node: FakeNode) -> None:
+    """Some proxies pass only the Host on, so that all callers seem to be on this machine."""
+    api = fake_node.config.api.model_copy(update={"public_url": "https://nas.example"})
+    fake_node.config = fake_node.config.model_copy(update={"api": api})
+    for token, status in ((None, 401), (TOKEN, 200)):
+        http = HttpClient(make_app(fake_node), token, "127.0.0.1")
+        assert http.get("/metrics", headers={"Host": "nas.example"}).status_code == status

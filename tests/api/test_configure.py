@@ -134,6 +134,7 @@ def test_damaged_settings_file_is_set_aside_with_a_warning(tmp_path: Path, text:
 def test_damaged_totals_are_logged_and_traffic_of_a_damaged_month_counts_from_now(tmp_path: Path) -> None:
     for name in ("months.json", "totals.json"):
         (tmp_path / name).write_bytes(b"")  # As after a power cut.
+    (tmp_path / "totals.json").chmod(0o666)
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         (notice,) = daemon.status()["notices"]
@@ -143,6 +144,7 @@ def test_damaged_totals_are_logged_and_traffic_of_a_damaged_month_counts_from_no
         assert daemon.terminate()[0] == 0
     log = (tmp_path / "logs" / "node.log").read_text()
     assert "months.damaged.json" in log and "totals.json cannot be read" in log
+    assert f"could write to {tmp_path / 'totals.json'}. Its permissions are repaired." in log
 
 
 def test_a_setting_that_the_worker_refuses_can_be_reset(tmp_path: Path) -> None:

@@ -145,6 +145,25 @@ def test_invite_on_the_page_names_only_what_the_owner_announces(node: FakeNode) 
     assert client(node, public=True).get("/public/run.json").json()["invite"] == ""
 
 
+@pytest.mark.parametrize(
+    ("phase", "code"), [(Phase.DRAINING, "publishing"), (Phase.DRAINING, "run_complete"), (Phase.STOPPED, "run_complete")]
+)
+def test_run_that_an_amendment_ended_is_complete(node: FakeNode, phase: Phase, code: str) -> None:
+    report = Report(state=PhaseState(phase=phase, code=code), run=node.board.status.run)
+    node.board.apply_report(report)
+    http = client(node, public=True)
+    run = http.get("/public/run.json").json()
+    assert (run["state"], run["progress_ratio"]) == ("complete", 0.4)
+    page = http.get("/public/").text
+    assert "The run is complete." in page and "--join" not in page
+
+
+def test_progress_is_rounded_down(node: FakeNode) -> None:
+    run = node.board.status.run.model_copy(update={"swarm_tokens": 9_996, "total_tokens": 10_000})
+    node.board.apply_report(Report(state=PhaseState(phase=Phase.TRAINING), run=run))
+    assert "99.9 %" in client(node, public=True).get("/public/").text
+
+
 def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> None:
     run = client(node, public=False, token=TOKEN).get("/api/v1/public").json()
     assert (run["round"], run["tokens"], run["progress_ratio"], run["state"]) == (3, 4000, 0.4, "training")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import parse_qs, urlsplit
 
+import httpx
 import pytest
-from playwright.sync_api import BrowserContext, Route
+from playwright.sync_api import BrowserContext, Route, expect
 
 from node.api.node_interface import RecentWork
 from node.status import GovernanceInfo, PauseInfo, Phase, RefusedAmendment, Sample, TrainingInfo
@@ -306,8 +307,80 @@ def test_advanced_settings_are_in_a_fold_that_opens_for_a_fault(village: Scene, 
     keep.fill("0")
     fold.locator("summary").click()
     tab.button("Save").click()
-    tab.page.locator("[data-key='checkpoint.keep'] .fault").wait_for()
+    fault = tab.page.locator("[data-key='checkpoint.keep'] .fault")
+    fault.filter(has_text=re.compile(".")).wait_for()
     assert keep.is_visible()
+    keep.fill("3")
+    assert (keep.get_attribute("aria-invalid"), fault.inner_text()) == ("false", "")
+    tab.button("Save").click()
+    tab.mark("save").get_by_text("Saved.").wait_for()
+    assert keep.is_visible(), "the fold stays open"
+
+
+def test_settings_page_shows_what_another_program_has_saved(village: Scene, tab: Dashboard) -> None:
+    tab.view("Settings")
+    upload = tab.page.get_by_label("Upload", exact=True)
+    upload.wait_for()
+    assert upload.input_value() == "0"
+    headers = {"Authorization": f"Bearer {tab.token}"}
+    change = {"limits": {"upload_mbit_s": 7}}
+    assert httpx.patch(f"{tab.url}/api/v1/config", json=change, headers=headers).status_code == 200
+    village.act(lambda: village.board.update_settings("shed", village.node.config.limits.model_dump()))
+    expect(upload).to_have_value("7")
+    upload.fill("0")
+    tab.mark("save").filter(has_text="1 unsaved change").wait_for()
+
+
+def test_what_is_typed_while_the_settings_are_saved_stays_a_draft(village: Scene, tab: Dashboard) -> None:
+    held: list[Route] = []
+    tab.page.route(
+        "**/api/v1/config", lambda route: held.append(route) if route.request.method == "PATCH" else route.continue_()
+    )
+    tab.view("Settings")
+    name = tab.page.get_by_label("Name", exact=True)
+    name.fill("bob")
+    tab.button("Save").click()
+    name.fill("bobby")
+    held[0].continue_()
+    tab.mark("save").get_by_text("Saved.").wait_for()
+    assert (name.input_value(), village.node.config.node.name) == ("bobby", "bob")
+    assert "1 unsaved change" in tab.mark("save").inner_text()
+
+
+def test_answers_that_fail_are_not_shown_as_empty_lists(village: Scene, context: BrowserContext) -> None:
+    problem = json.dumps({"status": 503, "title": "Unavailable", "detail": "It cannot be read now."})
+    for what in ("history?*", "journal?*", "contributions", "rounds?*"):
+        context.route(f"**/api/v1/{what}", lambda route: route.fulfill(status=503, body=problem))
+    tab = village.open(context)
+    for section in ("history", "events"):
+        tab.page.locator(f"[aria-labelledby={section}]").get_by_text("It cannot be read now.").wait_for()
+    context.unroute("**/api/v1/rounds?*")
+    tab.view("Swarm")
+    tab.page.locator("[aria-labelledby=contributions]").get_by_text("It cannot be read now.").wait_for()
+    tab.page.locator("[aria-labelledby=rounds-title] [role=option]").first.wait_for()
+    tab.check()
+
+
+def test_error_of_an_action_goes_when_the_state_changes(village: Scene, tab: Dashboard) -> None:
+    tab.page.route("**/api/v1/actions/pause", lambda route: route.abort())
+    tab.button("Pause").click()
+    tab.item("Until I resume").click()
+    alert = tab.page.locator("main .notice.error")
+    alert.get_by_text("The node does not answer.").wait_for()
+    village.enter(Phase.PAUSED)
+    tab.until_phase("paused", word="Paused")
+    alert.wait_for(state="detached")
+
+
+def test_prompt_stays_and_explanation_goes_when_the_view_changes(tab: Dashboard) -> None:
+    prompt = tab.page.get_by_label("The model continues this text")
+    prompt.fill("def f(")
+    tab.page.locator(".term").first.hover()
+    tab.page.locator(".tip").wait_for()
+    tab.page.evaluate("location.hash = '#/logs'")
+    tab.page.locator(".tip").wait_for(state="detached")
+    tab.view("Overview")
+    assert prompt.input_value() == "def f("
 
 
 def test_month_shows_electricity_its_source_and_what_happens_at_the_traffic_limit(
@@ -442,6 +515,26 @@ def test_lock_of_one_tab_locks_all_tabs(village: Scene, context: BrowserContext)
         tab.page.reload()
         tab.until_phase("locked", word="Locked")
         tab.check()
+
+
+def test_page_says_that_it_is_not_locked_if_the_node_does_not_hear_of_it(village: Scene, tab: Dashboard) -> None:
+    """The cookie stays, so the page would open again by itself."""
+    tab.view("Settings")
+    tab.page.route("**/api/v1/session", lambda route: route.abort())
+    tab.button("Lock this page").click()
+    tab.page.get_by_text("This page is not locked. The node does not answer.").wait_for()
+    tab.page.unroute("**/api/v1/session")
+    tab.button("Lock this page").click()
+    tab.until_phase("locked", word="Locked")
+
+
+def test_login_says_that_the_browser_did_not_keep_the_cookie(village: Scene, context: BrowserContext) -> None:
+    context.route("**/api/v1/session", lambda route: route.fulfill(json={"cookie": "diloco"}))
+    tab = Dashboard(context, cast(Node, village)).open(with_token=False).until_phase("locked", word="Locked")
+    tab.page.get_by_label("Token").fill(tab.token)
+    tab.button("Open").click()
+    tab.page.get_by_text("The token is right, but the browser did not keep the cookie").wait_for()
+    tab.check()
 
 
 def test_keyboard_focus_stays_on_the_actions_when_a_button_disappears(village: Scene, tab: Dashboard) -> None:

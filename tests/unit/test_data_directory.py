@@ -124,15 +124,20 @@ def test_file_that_another_user_planted_is_refused_and_not_used(tmp_path: Path, 
     DataDirectory.open(tmp_path).close()
 
 
-def test_file_and_folder_that_others_may_write_are_repaired(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_and_folder_that_others_may_write_are_repaired(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{}")
     (tmp_path / "settings.json").chmod(0o666)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints").chmod(0o775)
     (tmp_path / "link").symlink_to("settings.json")
-    DataDirectory.open(tmp_path).close()
-    assert (mode(tmp_path / "settings.json"), mode(tmp_path / "checkpoints")) == (0o644, 0o755)
-    assert caplog.text.count("permissions are repaired") == 2
+    (tmp_path / "api-token").write_text("x" * 43)
+    (tmp_path / "api-token").chmod(0o644)
+    with DataDirectory.open(tmp_path) as directory:
+        repaired = [name for name in ("checkpoints", "settings.json", "api-token") if name in "".join(directory.warnings)]
+        assert (repaired, len(directory.warnings)) == (["checkpoints", "settings.json", "api-token"], 3)
+    assert [mode(tmp_path / name) for name in repaired] == [0o755, 0o644, 0o600]
+    with DataDirectory.open(tmp_path) as directory:
+        assert directory.warnings == []
 
 
 def test_pause_request_of_the_owner_survives_a_restart(tmp_path: Path) -> None:

@@ -82,15 +82,19 @@ export async function openSession(token: string): Promise<void> {
 /** The channel on which the tabs of this page tell each other that it is locked. */
 const LOCK = "diloco-lock";
 
-/** Ends the session, which all tabs share, and makes all of them forget the token. */
+/** Ends the session, which all tabs share, and makes all of them forget the token. Throws if the node does not answer. */
 export async function closeSession(): Promise<void> {
   const tabs = new BroadcastChannel(LOCK);
   tabs.postMessage("closing");
   tokenStore.set(null);
-  await send("DELETE", "/api/v1/session").finally(() => {
+  try {
+    await send("DELETE", "/api/v1/session").catch((error: unknown) => {
+      if (!(error instanceof ApiError && error.locked)) throw error;
+    });
     tabs.postMessage("closed");
+  } finally {
     tabs.close();
-  });
+  }
 }
 
 /** Forgets the token when this or another tab locks the page, and runs `then` when the session has ended. */

@@ -8,12 +8,14 @@ import { chartColumns, type ChartSpec, type Line, options } from "./chart-option
 import { Term } from "./term";
 import { colours } from "./theme";
 import { clockWithSeconds, dayAndClock } from "../format/format";
-import { newest } from "../state/history";
+import { EMPTY, newest } from "../state/history";
 import "uplot/dist/uPlot.min.css";
 
 const ROWS = 120;
 
-export function Chart({ spec, history }: { spec: ChartSpec; history: History }) {
+/** `loaded` is null until the node has answered. */
+export function Chart({ spec, history: loaded }: { spec: ChartSpec; history: History | null }) {
+  const history = loaded ?? EMPTY;
   const at = useSignal<number | null>(null);
   const title = `chart-${spec.id}`;
   const known = spec.lines.some((line) => newest(history.series[line.key]) !== null);
@@ -25,7 +27,7 @@ export function Chart({ spec, history }: { spec: ChartSpec; history: History }) 
         </h3>
         <Legend spec={spec} history={history} at={at} />
       </figcaption>
-      {known ? <Canvas spec={spec} history={history} at={at} /> : <p class="empty">No data in this range.</p>}
+      {known ? <Canvas spec={spec} history={history} at={at} /> : <p class="empty">{loaded ? "No data in this range." : "Loading."}</p>}
       {known && <ValueTable spec={spec} history={history} />}
     </figure>
   );

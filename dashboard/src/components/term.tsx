@@ -61,7 +61,11 @@ export function OpenTip() {
   const open = tip.value;
   useEffect(() => {
     addEventListener("scroll", follow, { passive: true, capture: true });
-    return () => removeEventListener("scroll", follow, { capture: true });
+    addEventListener("hashchange", hide); // The next view does not have the word.
+    return () => {
+      removeEventListener("scroll", follow, { capture: true });
+      removeEventListener("hashchange", hide);
+    };
   }, []);
   if (!open) return null;
   return (

@@ -3,12 +3,10 @@
 export const EXPLANATIONS: Record<string, string> = {
   // The run
   Model: "The size of the model. A parameter is one number that training adjusts.",
-  Text: "What the model learns from. Each member reads other parts of it.",
   "Your share": "The part of all tokens of the run that this node has contributed.",
   Rank: "This node's place among all members that ever contributed, by tokens.",
   "Rounds with others": "Rounds with at least one other member whose result includes this node's work, and in how many this node took part.",
   Streak: "The newest rounds in a row that include this node's work.",
-  "Time left": "An estimate from the speed of the newest rounds. It changes when members come and go.",
   // This node
   Tokens: "A token is a piece of text: a byte, a part of a word or a word, as the run divides it. The model learns to predict the next one.",
   "Compute time": "How long the device of this node has computed for the run.",

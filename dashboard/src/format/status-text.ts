@@ -36,6 +36,8 @@ const CODES: Record<string, Partial<State>> = {
   "paused/on_battery": { meaning: "The machine runs on battery. Training resumes when the charger is connected." },
   "paused/user_active": { meaning: "You are using the machine. Training resumes when you are away." },
   "paused/traffic_limit": { meaning: "Even a paused member has traffic, so the node is not in the swarm. Resume ignores the limit this month." },
+  "draining/run_complete": { meaning: "The run is over. Thank you. The node stops by itself." },
+  "draining/publishing": { meaning: "The run is over. Thank you. The node stops by itself." },
   "stopped/run_complete": { word: "Complete", meaning: "The run is over. Thank you." },
 };
 

@@ -100,7 +100,9 @@ export class Feed {
       const status = await this.options.ask();
       if (generation !== this.generation) return;
       this.isPolling = false;
-      this.receive(status, this.stream ? this.link : this.failures ? "polling" : "opening");
+      // A proxy may hold the events of an open stream back.
+      const isFirst = !this.stream && !this.failures;
+      this.receive(status, this.stream && this.link === "stream" ? "stream" : isFirst ? "opening" : "polling");
       this.tryStream();
       this.schedule(POLL_MS);
     } catch (error) {

@@ -98,7 +98,7 @@ export function startNotifications(): void {
     if (link.value === "lost") look(null);
     else if (status.value) look(status.value);
   });
-  // A hidden tab has no event stream. It asks once a minute, and again soon if something is new.
+  // A hidden tab has no event stream. It asks once a minute.
   effect(() => {
     if (!isOn() || visible.value) return;
     const timer = setInterval(() => {

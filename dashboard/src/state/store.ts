@@ -1,8 +1,8 @@
 /** The state of the page as signals, and the feed that updates them. */
 
-import { computed, effect, signal } from "@preact/signals";
+import { computed, effect, signal, useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
-import { api, ApiError } from "../api/client";
+import { api, ApiError, errorText } from "../api/client";
 import type { Status } from "../api/schema";
 import { cleanName } from "../format/sanitize";
 import { describe } from "../format/status-text";
@@ -102,16 +102,28 @@ function showOutside(): void {
   dataset["stale"] = String(stale.value);
 }
 
-/** Runs `ask` now and `ms` after each end, while the tab is visible and unlocked. A change of `again` restarts it. */
-export function usePolling(ask: () => Promise<number | void>, ms: number, again: unknown[]): void {
+/** Runs `ask` now and `ms` after each end, while the tab is visible and unlocked. A change of `again` restarts it.
+ *
+ * Returns a sentence if the last request has failed, else "".
+ */
+export function usePolling(ask: () => Promise<number | void>, ms: number, again: unknown[]): string {
+  const fault = useSignal("");
   const awake = visible.value && link.value !== "locked";
   useEffect(() => {
     if (!awake) return;
     let timer: ReturnType<typeof setTimeout>;
     let ended = false;
     const round = async () => {
-      const next = await ask().catch(() => ms);
-      if (!ended) timer = setTimeout(round, next ?? ms);
+      let next: number | void = undefined;
+      let problem = "";
+      try {
+        next = await ask();
+      } catch (error) {
+        problem = errorText(error);
+      }
+      if (ended) return;
+      fault.value = problem;
+      timer = setTimeout(round, next ?? ms);
     };
     void round();
     return () => {
@@ -119,4 +131,5 @@ export function usePolling(ask: () => Promise<number | void>, ms: number, again:
       clearTimeout(timer);
     };
   }, [awake, ...again]);
+  return fault.value;
 }

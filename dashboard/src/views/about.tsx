@@ -22,7 +22,7 @@ export function About() {
   const now = status.value;
   const found = version.value;
   const startedAt = moment(now?.node.started_at);
-  const newer = now?.notices?.find((notice) => notice.code === "newer_version");
+  const newer = now?.notices.find((notice) => notice.code === "newer_version");
   const rows: [string, string | undefined][] = [
     ["diloco-node", found ? `${found.version}${found.revision ? ` (${found.revision.slice(0, 12)})` : ""}` : now?.node.version],
     ["torch", found?.torch],

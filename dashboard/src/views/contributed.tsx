@@ -58,6 +58,6 @@ function Recent() {
 }
 
 function tokensNote({ tokens_merged: merged, tokens_discarded: discarded }: Status["contribution"]): string {
-  const parts = [merged != null && `${count(merged)} merged into the model`, discarded && `${count(discarded)} not used: their rounds ended without them`];
+  const parts = [`${count(merged)} merged into the model`, discarded && `${count(discarded)} not used: their rounds ended without them`];
   return parts.filter(Boolean).join(", ");
 }

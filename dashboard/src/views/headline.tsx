@@ -19,6 +19,10 @@ export const actionError = signal("");
 
 export function Headline({ status }: { status: Status }) {
   const gone = stale.value && !status.final;
+  // The error is about a state that has passed.
+  useEffect(() => {
+    actionError.value = "";
+  }, [word.value]);
   return (
     <>
       <div class="headline">
@@ -52,7 +56,7 @@ export function Headline({ status }: { status: Status }) {
           <Prose text={actionError.value} />
         </p>
       )}
-      {status.notices?.map((notice) => (
+      {status.notices.map((notice) => (
         <p key={notice.code} class={`notice ${notice.level}`} data-notice={notice.code}>
           <b>{{ info: "Note", warning: "Warning", error: "Error" }[notice.level]}</b> <Prose text={notice.text} />
         </p>

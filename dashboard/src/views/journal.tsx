@@ -12,19 +12,20 @@ const ENTRIES = 100;
 const SHOWN = 6;
 
 export function Journal() {
-  const entries = useSignal<JournalEntry[]>([]);
+  const entries = useSignal<JournalEntry[] | null>(null);
   const peers = status.value?.peers;
-  usePolling(
+  const fault = usePolling(
     async () => {
       entries.value = await api.journal(ENTRIES);
     },
     REFRESH_MS,
     [reconnects.value, state.value.word, peers?.connected, peers?.training],
   );
-  const all = entries.value;
+  const all = entries.value ?? [];
+  const empty = entries.value ? "Nothing has happened since the node started." : fault || "Loading.";
   return (
     <Section title="Events" id="events">
-      {all.length ? <Entries entries={all.slice(0, SHOWN)} /> : <p class="plain">Nothing has happened since the node started.</p>}
+      {all.length ? <Entries entries={all.slice(0, SHOWN)} /> : <p class="plain">{empty}</p>}
       {all.length > SHOWN && (
         <details class="earlier">
           <summary>Earlier events</summary>

@@ -1,7 +1,7 @@
 /** The form for the token, shown without a session. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { openSession, ApiError } from "../api/client";
+import { api, openSession, ApiError } from "../api/client";
 import { unlock } from "../state/store";
 
 function words(error: unknown): string {
@@ -9,6 +9,14 @@ function words(error: unknown): string {
   if (error.status === 429) return "Too many wrong tokens within a minute. The right token still opens this page.";
   if (error.status === 401) return "This token is wrong. The file api-token in the data folder contains it.";
   return error.message;
+}
+
+/** Whether the node recognises the browser after it has opened a session. */
+function keepsCookie(): Promise<boolean> {
+  return api.status().then(
+    () => true,
+    (error: unknown) => !(error instanceof ApiError && error.locked),
+  );
 }
 
 export function Login() {
@@ -27,12 +35,13 @@ export function Login() {
     setFault("");
     try {
       await openSession(given);
-      unlock();
+      if (await keepsCookie()) return unlock();
+      setFault("The token is right, but the browser did not keep the cookie: allow cookies for this page.");
     } catch (error) {
       setFault(words(error));
-      setBusy(false);
       field.current?.select();
     }
+    setBusy(false);
   };
 
   return (

@@ -26,7 +26,8 @@ const outcome = (record: RoundRecord) => (isDrop(record) ? "dropped" : record.ou
 const work = (record: RoundRecord) => STAGES.reduce((sum, stage) => sum + record.seconds[stage], 0);
 const keyOf = (record: RoundRecord) => `${record.round}/${record.outcome}/${record.started_at}`;
 
-export function Rounds({ rounds }: { rounds: RoundRecord[] | null }) {
+/** `fault` says why there are no rounds yet, if the node did not answer. */
+export function Rounds({ rounds, fault }: { rounds: RoundRecord[] | null; fault: string }) {
   const [picked, setPicked] = useState<string | null>(null);
   const strip = useRef<HTMLDivElement>(null);
   const newest = rounds?.[0]?.round;
@@ -45,7 +46,7 @@ export function Rounds({ rounds }: { rounds: RoundRecord[] | null }) {
   if (!rounds?.length) {
     return (
       <p class="plain" data-testid="rounds">
-        {rounds ? "No round yet. The first one starts when enough members are ready." : "Loading."}
+        {rounds ? "No round yet. The first one starts when enough members are ready." : fault || "Loading."}
       </p>
     );
   }

@@ -57,10 +57,8 @@ export function RunCard() {
 /** How many members take part now. */
 function membersNow(own: Status | null, run: PublicRun): string {
   if (!own) return count(run.members_now);
-  // A node that is paused, or in a paused run, hears that nobody trains, although members are here.
-  const isPaused = own.phase === "paused" || own.run.is_paused;
-  const members = isPaused ? Math.max(own.peers.training, own.peers.connected) : own.peers.training;
-  return isOutside(own) || (isPaused && !members) ? NONE : count(members);
+  // A paused node may hear of no member although some are here.
+  return isOutside(own) || (own.phase === "paused" && !own.peers.training) ? NONE : count(own.peers.training);
 }
 
 /** Progress of the whole run. */
@@ -105,7 +103,7 @@ function Share({ own, members }: { own: RankedMember | null; members: number }) 
       <Fact label="Rank" note={own ? `of ${many(members, "member")}` : ""}>
         {own ? ordinal(own.rank) : NONE}
       </Fact>
-      <Fact label="Streak" note={own ? "rounds in a row, anew after a miss" : ""}>
+      <Fact label="Streak" note={own ? "rounds in a row; a missed round starts it again" : ""}>
         {own ? count(own.streak) : NONE}
       </Fact>
     </>

@@ -9,7 +9,7 @@ import { clean } from "../format/sanitize";
 import { isRelay } from "../format/status-text";
 import { zoneNote } from "../format/weekly-hours";
 import { drafts, setDrafts } from "../state/drafts";
-import { reconnects, status } from "../state/store";
+import { reconnects, status, visible } from "../state/store";
 import { About } from "./about";
 import { Control } from "./control";
 import { Notifications } from "./notifications";
@@ -23,6 +23,10 @@ export function Settings() {
   const fault = useSignal("");
   const faults = useSignal<Record<string, string>>({});
   const result = useSignal("");
+  const lockFault = useSignal("");
+  const advanced = useRef<HTMLDetailsElement>(null);
+  const node = status.value;
+  // Another tab or program may have changed the configuration.
   useEffect(() => {
     api.config().then(
       (found) => {
@@ -36,11 +40,11 @@ export function Settings() {
         fault.value = errorText(error);
       },
     );
-  }, [reconnects.value]);
+  }, [reconnects.value, visible.value, JSON.stringify(node?.limits), node?.node.name, node?.phase]);
 
   const have = config.value;
   const pending = have?.pending_restart ?? [];
-  const relay = status.value !== null && isRelay(status.value);
+  const relay = node !== null && isRelay(node);
   const current = (key: string) => (have ? (valueAt(have.config, key) as Json | undefined) : undefined);
   const change = (values: Record<string, Json>) => {
     const next = { ...drafts.value };
@@ -50,13 +54,15 @@ export function Settings() {
       else next[key] = value;
     }
     setDrafts(next);
+    faults.value = Object.fromEntries(Object.entries(faults.value).filter(([key]) => !(key in values)));
     result.value = "";
   };
   const save = async (changes: Record<string, Json>, words: string) => {
     result.value = "";
     try {
       config.value = await api.change(patch(changes));
-      const left = Object.entries(drafts.value).filter(([key]) => !(key in changes));
+      // The user may have typed on meanwhile.
+      const left = Object.entries(drafts.value).filter(([key, value]) => !(key in changes) || !sameValue(value, changes[key]));
       setDrafts(Object.fromEntries(left));
       faults.value = {};
       result.value = words;
@@ -79,6 +85,17 @@ export function Settings() {
       />
     ));
   const isFaulty = ADVANCED.some((group) => group.fields.some((field) => faults.value[field.key]));
+  useEffect(() => {
+    if (isFaulty && advanced.current) advanced.current.open = true;
+  }, [isFaulty]);
+  const lock = async () => {
+    lockFault.value = "";
+    try {
+      await closeSession();
+    } catch (error) {
+      lockFault.value = `This page is not locked. ${errorText(error)}`;
+    }
+  };
   return (
     <>
       <h1 class="title">Settings</h1>
@@ -103,18 +120,21 @@ export function Settings() {
       >
         {groups(GROUPS)}
         {have && (
-          <details class="advanced" open={isFaulty || undefined}>
+          <details class="advanced" ref={advanced}>
             <summary>Advanced</summary>
             {groups(ADVANCED)}
           </details>
         )}
       </form>
-      {status.value && <About />}
+      {node && <About />}
       <Section title="This browser" id="browser">
         <Notifications />
-        <button type="button" class="button" onClick={() => void closeSession().catch(() => undefined)}>
+        <button type="button" class="button" onClick={() => void lock()}>
           Lock this page
         </button>
+        <p class="fault" role="alert">
+          {lockFault.value}
+        </p>
       </Section>
       <SaveBar
         fault={faults.value[""] ?? ""}
@@ -174,7 +194,7 @@ function GroupRows({ group, config, relay, faults, draft, reset }: GroupProps) {
   const fields = group.fields.filter((field) => valueAt(config.config, field.key) !== undefined && !(relay && field.trains));
   if (!fields.length || (relay && group.trains)) return null;
   // If all fields take effect later, one note for the group says so.
-  const later = fields.every((field) => config.changeable?.[field.key] === "restart");
+  const later = fields.every((field) => config.changeable[field.key] === "restart");
   return (
     <Section title={group.title} id={`settings-${group.id}`} aside={later && <p class="quiet">{LATER}</p>}>
       <div class="settings">
@@ -214,7 +234,7 @@ const LATER = "Takes effect after pause and resume.";
 
 function Row({ field, config, later, value, isDraft, fault, draft, reset }: RowProps) {
   const id = `set-${field.key.replace(".", "-")}`;
-  const when = config.changeable?.[field.key];
+  const when = config.changeable[field.key];
   const origin = config.origins[field.key];
   return (
     <div class={isDraft ? "row draft" : "row"} data-key={field.key}>

@@ -30,7 +30,7 @@ export function Swarm() {
   const rounds = useSignal<RoundRecord[] | null>(null);
   const contributions = useSignal<Contribution[] | null>(null);
 
-  usePolling(
+  const swarmFault = usePolling(
     async () => {
       swarm.value = await api.swarm();
     },
@@ -38,10 +38,10 @@ export function Swarm() {
     [reconnects.value],
   );
   // Reload when the status has a new round.
-  usePolling(
+  const recordsFault = usePolling(
     async () => {
       rounds.value = await api.rounds(ROUNDS_SHOWN);
-      contributions.value = await api.contributions().catch(() => contributions.peek());
+      contributions.value = await api.contributions();
     },
     RECORDS_MS,
     [reconnects.value, newest.value],
@@ -57,15 +57,15 @@ export function Swarm() {
             A relay does not take part in rounds. The dashboard of a member shows the rounds.
           </p>
         ) : (
-          <RoundsOf rounds={rounds} />
+          <RoundsOf rounds={rounds} fault={recordsFault} />
         )}
       </Section>
       <Section title="Peers" id="peers">
-        <Peers swarm={swarm} />
+        <Peers swarm={swarm} fault={swarmFault} />
       </Section>
       {!relay.value && (
         <Section title="Contributions" id="contributions">
-          <Contributions contributions={contributions} />
+          <Contributions contributions={contributions} fault={recordsFault} />
         </Section>
       )}
       <Charts specs={relay.value ? RELAY_SWARM_CHARTS : SWARM_CHARTS} />
@@ -73,11 +73,16 @@ export function Swarm() {
   );
 }
 
-const RoundsOf = ({ rounds }: { rounds: Signal<RoundRecord[] | null> }) => <Rounds rounds={rounds.value} />;
+interface RoundsOfProps {
+  rounds: Signal<RoundRecord[] | null>;
+  fault: string;
+}
 
-function Peers({ swarm }: { swarm: Signal<SwarmTable | null> }) {
+const RoundsOf = ({ rounds, fault }: RoundsOfProps) => <Rounds rounds={rounds.value} fault={fault} />;
+
+function Peers({ swarm, fault }: { swarm: Signal<SwarmTable | null>; fault: string }) {
   const { peers, departed } = swarm.value ?? { peers: null, departed: [] };
-  const rows = outside.value ? [] : [...withOwnStatus(peers ?? []), ...(departed ?? []).map(asRow)];
+  const rows = outside.value ? [] : [...withOwnStatus(peers ?? []), ...departed.map(asRow)];
   return (
     <Table
       caption="Peers"
@@ -86,12 +91,12 @@ function Peers({ swarm }: { swarm: Signal<SwarmTable | null> }) {
       id={(peer) => peer.peer_id}
       first={{ column: "tokens_per_second", descending: true }}
       rowClass={(peer) => (peer.gone ? "departed" : peer.this_node ? "marked" : undefined)}
-      empty={outside.value ? "This node is not in the swarm." : peers === null ? "Loading." : "No members yet. Send the invite to someone, who can then join this run."}
+      empty={outside.value ? "This node is not in the swarm." : peers === null ? fault || "Loading." : "No members yet. Send the invite to someone, who can then join this run."}
     />
   );
 }
 
-const Contributions = ({ contributions }: { contributions: Signal<Contribution[] | null> }) => (
+const Contributions = ({ contributions, fault }: { contributions: Signal<Contribution[] | null>; fault: string }) => (
   <Table
     caption="Contributions"
     columns={CONTRIBUTIONS}
@@ -99,7 +104,7 @@ const Contributions = ({ contributions }: { contributions: Signal<Contribution[]
     id={(one) => one.peer_id}
     first={{ column: "tokens", descending: true }}
     rowClass={(one) => (one.this_node ? "marked" : undefined)}
-    empty="The first credits appear after two rounds."
+    empty={contributions.value ? "The first credits appear after two rounds." : fault || "Loading."}
   />
 );
 

@@ -1,6 +1,6 @@
 /** What the model says: its newest sample, and a box in which the owner tries it while it learns. */
 
-import { useSignal } from "@preact/signals";
+import { signal } from "@preact/signals";
 import { api, errorText } from "../api/client";
 import type { GeneratedText } from "../api/schema";
 import { Section } from "../components/text";
@@ -12,12 +12,13 @@ const LONGEST_PROMPT = 2000;
 const TOKENS = 64;
 const TEMPERATURE = 0.8;
 
-export function TryModel() {
-  const prompt = useSignal("");
-  const answer = useSignal<{ prompt: string; found: GeneratedText } | null>(null);
-  const problem = useSignal("");
-  const busy = useSignal(false);
+// They outlive a change of view, because an answer takes up to some minutes.
+const prompt = signal("");
+const answer = signal<{ prompt: string; found: GeneratedText } | null>(null);
+const problem = signal("");
+const busy = signal(false);
 
+export function TryModel() {
   async function ask(event: Event): Promise<void> {
     event.preventDefault();
     const text = prompt.value;
