@@ -42,8 +42,13 @@ def cap(folder: Path, uuid: str, watts: float, nvml: Any = None) -> None:
             wanted = min(most, max(least, round(watts * MILLI)))
             if wanted == before:
                 return
-            _write(folder, {uuid: before, **_read(folder)})  # an earlier entry is the original limit
-            library.nvmlDeviceSetPowerManagementLimit(handle, wanted)
+            earlier = _read(folder)
+            _write(folder, {uuid: before, **earlier})  # an earlier entry is the original limit
+            try:
+                library.nvmlDeviceSetPowerManagementLimit(handle, wanted)
+            except library.NVMLError:
+                _write(folder, earlier)
+                raise
         except OSError as exc:
             raise NotCapped(
                 f"limits.gpu_power_watts is not applied, because {folder / FILE} could not be written "

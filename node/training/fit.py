@@ -35,6 +35,8 @@ GB = 1e9
 DEVICE_BYTES = 20
 HALF_BYTES = 2
 HOST_BYTES = 36
+RANK_BYTES = 8
+"""A rank other than the first receives the moments of the optimizer when a node resumes."""
 RESIDUALS = 4
 """Residuals of error feedback in memory: of the contribution and of the mean, before and after a round."""
 BASE_BYTES = 0.7 * GB
@@ -57,7 +59,7 @@ CPU_RATIO = 0.5
 MOST_PASS_S = 5.0
 """A pass on the CPU takes at most about this long. The worker sends no heartbeat during a pass, and looks hung after
 30 s (`SupervisorTimings.hung_s`)."""
-MOST_ROW_S = 30.0
+MOST_ROW_S = 15.0
 """A machine that needs longer for one sequence cannot train, because its worker would be killed as hung."""
 WORTH_RATIO = 1.05
 """A micro-batch twice as large must be faster by this factor, otherwise the smaller one is used."""
@@ -76,6 +78,8 @@ class Requirements:
     """Activations of one sequence, on the device."""
     host_bytes: float
     disk_bytes: float
+    rank_bytes: float
+    """Memory of the host for each other rank, in addition to what every process needs."""
     least_disk_bytes: float
     """The newest checkpoint, the checkpoint that is being written, one round's result, and, if rounds are published or
     evaluated, a waiting outer state and the folder that is made of it. All else may be removed."""
@@ -102,6 +106,7 @@ def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Req
         disk_bytes=((config.checkpoint.keep + 1) * saved + residual) * parameters
         + KEPT_RESULTS * result_bytes
         + waiting,
+        rank_bytes=RANK_BYTES * parameters,
         least_disk_bytes=2 * (saved * parameters + META_BYTES) + residual * parameters + result_bytes + waiting,
     )
 
@@ -171,7 +176,7 @@ def compare_resources(
 ) -> Iterator[tuple[str, float, float, str]]:
     """Yield (name, bytes needed, bytes free, remedy if these do not suffice) for each resource."""
     ranks = config.devices.ranks
-    host = needs.host_bytes + (ranks - 1) * BASE_BYTES
+    host = needs.host_bytes + (ranks - 1) * (BASE_BYTES + needs.rank_bytes)
     device = needs.device_bytes / (ranks if config.devices.sharding == "fsdp" else 1)
     ratio = config.limits.gpu_memory_ratio
     if (free_bytes := free_device_bytes(chosen.device, ratio)) is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from node.config.manifest import InnerConfig
+from node.training.model import CPU
 from node.training.ranks import full_tensor, place_like
 
 MUON_MOMENTUM = 0.95
@@ -65,15 +66,15 @@ class Optimizers:
         for optimizer in self.each:
             optimizer.zero_grad()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Copy the state, fp32 on the cpu: `step` [1], and for each state key one vector in `flatten`'s order.
+    def state_tensors(self, device: torch.device = CPU) -> dict[str, Tensor]:
+        """Copy the state, fp32: `step` [1] on the cpu, and per state key a vector on `device` in `flatten`'s order.
 
         All values are zero before the first step. Training that continues from loaded tensors gives the same bits.
         """
         tensors = {"step": torch.zeros(1)}
         for optimizer, parameters, keys in self._states:
             for key in keys:
-                flat, at = torch.zeros(sum(p.numel() for p in parameters)), 0
+                flat, at = torch.zeros(sum(p.numel() for p in parameters), device=device), 0
                 for parameter in parameters:
                     state = optimizer.state[parameter]
                     if key in state:

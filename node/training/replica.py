@@ -20,6 +20,8 @@ from node.training.model import CPU, Change, change_flat_, take_flat
 from node.training.ranks import Ranks
 
 NO_COMPILER = "no_compiler"
+META = torch.device("meta")
+"""The device of tensors without memory."""
 
 
 class Replica:
@@ -93,15 +95,23 @@ class Replica:
         return self.inner.loss_of(batch)
 
     @property
+    def _copies(self) -> torch.device:
+        """Where copies of sharded tensors are made. The other ranks only take part in gathering them."""
+        return CPU if self._ranks is None or self._ranks.rank == 0 else META
+
+    @property
     def can_sample(self) -> bool:
         """Whether this process has the whole model."""
         return self._ranks is None or not self._ranks.is_sharded
 
     def take(self, ranges: Ranges, *, on_host: bool = True) -> Tensor:
-        """Copy a fragment [P_f] to the cpu, or to the training device if that can encode and `on_host` is False."""
+        """Copy a fragment [P_f] to the cpu. If `on_host` is False, copy it to the training device if that can encode,
+        has the whole model, and has memory for the copy."""
         self._broadcast("take", ranges, only_if_sharded=True)
-        is_kept = not on_host and accelerator_of(self._device).can_encode
-        return take_flat(self._model, ranges, self._device if is_kept else CPU)
+        if not on_host and self.can_sample and accelerator_of(self._device).can_encode:
+            with suppress(torch.OutOfMemoryError):
+                return take_flat(self._model, ranges, self._device)
+        return take_flat(self._model, ranges, self._copies)
 
     def put(self, ranges: Ranges, values: Tensor) -> None:
         """Overwrite a fragment with `values` [P_f]."""
@@ -134,7 +144,7 @@ class Replica:
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's state for a checkpoint, as from `InnerLoop.state_tensors`."""
         self._broadcast("optimizer_state", only_if_sharded=True)
-        return self.inner.state_tensors()
+        return self.inner.state_tensors(self._copies)
 
     def load_optimizer_state(self, tensors: dict[str, Tensor]) -> None:
         """Load the result of `optimizer_state`. Raises KeyError or ValueError if it does not fit the model."""

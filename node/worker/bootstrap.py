@@ -230,7 +230,7 @@ class Worker:
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
         rest: Session | None = session
         text: dict[str, Any] | None = None
-        with self._begin_duties(session) as duties, self._link.unsaved():
+        with self._link.unsaved(), self._begin_duties(session) as duties:
             while rest is not None:
                 assert rest.start.tip is not None
                 run = rest.terms_after(rest.start.tip).run
@@ -502,12 +502,12 @@ class Worker:
             self._reporter.publication = known_publication(self._config)
             self._reporter.enter(Phase.PAUSED, "Training is paused. This node serves the state on its disk.", "paused")
             session.swarm.serve(session.start.tip, session.source)
-        tip, _ = session.start.take()
+        tip = session.start.take()[0]
         if tip is not None:
             self._reporter.set_position(session.manifest, session.terms_after(tip), tip)
         else:
             self._reporter.set_run(session.manifest)
-        del tip  # Its tensors are as large as the model, and the state is served from the disk.
+        del tip  # Its tensors are as large as the model, like those of the checkpoint. The disk serves the state.
         with self._counters.doing(Activity.IDLE if is_relay else Activity.PAUSED):
             while True:
                 if is_relay:

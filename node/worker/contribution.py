@@ -94,13 +94,17 @@ class ContributionTracker:
         self.in_flight = InFlight(steps, pending.tokens, sent_at, sent)
         self._pending[fragment] = replace(pending, tokens=0)
 
-    def round_over(self, fragment: int, included: bool, steps: int, *, is_newest: bool = True) -> FragmentUpdate:
+    def round_over(self, fragment: int, recorded: int | None, steps: int, *, is_newest: bool = True) -> FragmentUpdate:
         """Record that the fragment's round is committed, `steps` inner steps after the contribution was sent.
+
+        `recorded` is the number of this node's tokens in the round's record; None if it excludes this node. It differs
+        from what is in flight or pending if an earlier process has sent the contribution.
 
         `is_newest` is False if later rounds were committed during the same inner step of this node. The round then does
         not count towards MAX_CARRIED, as this node had no chance to contribute to it.
         """
         contribution, self.in_flight = self.in_flight, None
+        included = recorded is not None
         pending = self._pending[fragment]
         tokens, lost = pending.tokens + (contribution.tokens if contribution is not None else 0), 0
         if contribution is not None and contribution.is_lost and not included:
@@ -112,7 +116,8 @@ class ContributionTracker:
             return FragmentUpdate(contribution, is_carried, is_merged, discarded_tokens=lost)
         left = pending.tokens if is_merged else 0
         self._pending[fragment] = Pending(left)
-        counted, discarded = (tokens - left, 0) if included else (0, tokens)
+        counted = recorded or 0
+        discarded = max(0, tokens - left - counted)
         return FragmentUpdate(contribution, is_carried, is_merged, counted, discarded)
 
     def discard_pending(self, local: Tensor | None = None) -> int:

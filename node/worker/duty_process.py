@@ -23,7 +23,12 @@ CLOSE_S = 5.0
 LIMIT_S = 24 * 3600.0
 """A process that writes no line for this long hangs, and is killed. Many tasks on a slow machine take hours."""
 REASON_LENGTH_MAX = 300
-ENVIRONMENT = {**WITHOUT_GPU, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+ENVIRONMENT = {
+    **WITHOUT_GPU,
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONIOENCODING": "utf-8",
+}
 
 
 class DutyProcess:
@@ -66,8 +71,7 @@ class DutyProcess:
         self._woken.set()
         with self._lock:
             if self._process is not None:
-                with suppress(ProcessLookupError):
-                    self._process.send_signal(signal.SIGKILL)
+                _kill(self._process)
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
@@ -94,6 +98,8 @@ class DutyProcess:
                         stderr=errors,
                         env=os.environ | ENVIRONMENT,
                         text=True,
+                        encoding="utf-8",
+                        process_group=0,
                     )
             except OSError as exc:
                 return f"its process cannot be started ({exc.strerror})"
@@ -103,6 +109,8 @@ class DutyProcess:
                 process.stdin.write(self._start() + "\n")
             with process.stdout:
                 was_late = self._follow(process, process.stdout)
+            with self._lock:
+                self._process = None
             errors.seek(0)
             lines = [line.strip() for line in errors if line.strip()]
         status = process.returncode
@@ -118,7 +126,7 @@ class DutyProcess:
 
         def kill() -> None:
             was_late.set()
-            process.kill()
+            _kill(process)
 
         while process.returncode is None:
             timer = threading.Timer(self._limit_s, kill)
@@ -132,3 +140,10 @@ class DutyProcess:
             finally:
                 timer.cancel()
         return was_late.is_set()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process and those that it has started, which may hold its output open."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -218,8 +218,8 @@ class InnerTrainer:
         """Replace the local parameters by an anchor for this block, which counts as evaluation."""
         with self._counters.doing(Activity.EVALUATE):
             local = self.replica.parameters
-            self.replica.load(anchor)
             try:
+                self.replica.load(anchor)
                 yield
             finally:
                 self.replica.load(local)

@@ -205,7 +205,7 @@ def start_replica(
     settings = RankSettings(run=run, config=config, how=how, folder=folder, parent=os.getpid(), rank=0)
     ranks = RankProcesses(settings, micro_batch, end_process)
     try:
-        return _warm_up(settings.make_replica(device, model), run, how), ranks
+        return _warm_up(settings.make_replica(device, model), run, how, devices.ranks), ranks
     except RuntimeError as exc:
         try:
             ranks.explain(exc)
@@ -229,11 +229,15 @@ def _start_alone(run: RunConfig, config: Config, device: ComputeDevice, model: n
     return Replica(model, run.inner, device.device, how)
 
 
-def _warm_up(replica: Replica, run: RunConfig, how: Execution) -> Replica:
+def _warm_up(replica: Replica, run: RunConfig, how: Execution, ranks: int = 1) -> Replica:
     """Compile the layers now if configured, as a first step of half a minute would look like a hang."""
     if how.compiled:
         logger.info("Compiling the layers, which takes half a minute at the first start.")
-        replica.warm_up(replica.inner.micro_batch, run.inner.sequence_length)
+        micro_batch, batch = replica.inner.micro_batch, run.inner.batch_size
+        # The last micro-batch of a step may be smaller, and ranks may have one row more than others.
+        rests = {rows % micro_batch for rows in (batch // ranks, -(-batch // ranks))} - {0}
+        for rows in (micro_batch, *sorted(rests)):
+            replica.warm_up(rows, run.inner.sequence_length)
     return replica
 
 

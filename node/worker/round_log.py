@@ -60,7 +60,7 @@ class RoundLog:
         ).items():
             counters.add_duration(f"sync.{stage}", total_s)
             counters.add_duration(f"blocked.{stage}", stage_blocked_s)
-        attempted = done.offered and record.outcome is not Outcome.ALONE
+        attempted = (done.offered or done.included) and record.outcome is not Outcome.ALONE
         counters.count_round(record.round, record.outcome, attempted=attempted, included=done.included and attempted)
         counters.round_done(at_s=time.time())
         counters.forecast_ratio = expected_utilization(self._session, done.tip, step_s, record)
@@ -145,7 +145,7 @@ def make_record(
         outcome = Outcome.ALONE
     else:
         outcome = Outcome.PARTIAL if excluded else Outcome.COMPLETE
-    reason = "" if done.offered or done.is_replayed else "This node had nothing to contribute."
+    reason = "" if done.offered or done.included or done.is_replayed else "This node had nothing to contribute."
     if excluded:
         who = ", ".join(names.get(peer, peer[-6:]) for peer in excluded)
         reason = f"Contributions that did not arrive completely in time are excluded: {who}."

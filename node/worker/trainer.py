@@ -139,10 +139,9 @@ class Trainer:
     def _begin(self, saved: Checkpoint | None) -> None:
         """Load the parameters and open the text."""
         is_on_disk = saved is not None and not saved.extra.get("unsaved")
-        self._resumed_at = self._position if is_on_disk else None
-        """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
-        self._begun_at = self._saved_at = self._resumed_at
-        """The positions of the newest checkpoint that was begun, and of the newest one on the disk, if there is one."""
+        self._begun_at = self._saved_at = self._position if is_on_disk else None
+        """The positions of the newest checkpoint that was begun, and of the newest one on the disk. None if there is
+        none, and after a reset to the anchor."""
         if saved is None:
             self._inner.start(self.tip.state.anchor)
             self._start_text()
@@ -369,7 +368,7 @@ class Trainer:
     def _reset_to_anchor(self, why: str) -> None:
         """Discard this node's inner steps, and report a failed round."""
         self._resets += 1
-        self._resumed_at = None
+        self._begun_at = self._saved_at = None
         error = RoundFailed(f"{why}: this node discards them and continues from the anchor.", code="not_finite")
         logger.warning("%s", error)
         self._inner.reset_to(self.tip.state.anchor)
@@ -465,7 +464,9 @@ class Trainer:
             self._apply_paused(committed)
             return
         is_newest = self._has_caught_up
-        update = self._contributions.round_over(fragment, committed.included, self._progress.steps, is_newest=is_newest)
+        peer_id = self._session.swarm.view.peer_id
+        recorded = self.tip.last_weights.get(peer_id, 0) if committed.included else None
+        update = self._contributions.round_over(fragment, recorded, self._progress.steps, is_newest=is_newest)
         contributed = update.contribution is not None
         self._count(update, committed)
         if is_newest:
@@ -473,8 +474,9 @@ class Trainer:
             self._round_log.update_exclusion_notice(
                 committed, worked=worked, round_s=old.round_s, step_s=self._inner.step_s
             )
-        self._encoder.round_over(fragment, self.tip.round, committed.included and contributed)
-        if committed.included and not contributed:  # It was sent before a restart.
+        sent = min(update.contribution.tokens, self._run.max_contribution_tokens) if update.contribution else None
+        self._encoder.round_over(fragment, self.tip.round, recorded is not None and recorded == sent)
+        if recorded not in (None, sent):  # It was sent before a restart.
             self._encoder.forget(fragment)
         self._faults.before_merge()
         self._update_parameters(update, ranges, old)
@@ -482,7 +484,7 @@ class Trainer:
         if not contributed:
             self._progress = Progress()
         if self._has_caught_up and not committed.is_replayed:
-            self._evaluation.round_over(self.tip, self._session.swarm.view.peer_id, self._report_and_check)
+            self._evaluation.round_over(self.tip, peer_id, self._report_and_check)
             self._sampler.round_over(self.tip, self._report_and_check)
             self._reporter.set_samples(self._sampler.newest)
         self._start_text()
@@ -568,11 +570,12 @@ class Trainer:
         Raises MachineError if the disk does not take it, or `limits.disk_gb` leaves no room.
 
         A checkpoint that is being written is cancelled, so that a stop does not write two, unless `cancels` is false.
-        Nothing is written if the checkpoint that this trainer resumed from is still up to date.
+        Nothing is written if the newest checkpoint is still up to date.
         """
-        if self._position == self._resumed_at:
-            return
         self._forget_after_rollback()
+        self._check_checkpoint()
+        if self._position == self._saved_at:
+            return
         if cancels:
             self._checkpointer.cancel()
         try:
@@ -647,7 +650,7 @@ class Trainer:
         self.save_if_possible()
         self._check_checkpoint()
         checkpoint = self._checkpoint()
-        is_saved = self._position in (self._resumed_at, self._saved_at)
+        is_saved = self._position == self._saved_at
         return checkpoint if is_saved else replace(checkpoint, extra=checkpoint.extra | {"unsaved": True})
 
     def _forget_after_rollback(self) -> None:
@@ -659,6 +662,7 @@ class Trainer:
         self._count_discarded(self._contributions.discard_pending())
         self._inner.reset_to(self.tip.state.anchor)
         self._inner.reset_history()
+        self._begun_at = self._saved_at = None
         self._progress = Progress()
         for fragment in range(self._made_for.sync.fragment_count):
             self._encoder.forget(fragment)

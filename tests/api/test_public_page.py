@@ -146,7 +146,8 @@ def test_invite_on_the_page_names_only_what_the_owner_announces(node: FakeNode) 
 
 
 @pytest.mark.parametrize(
-    ("phase", "code"), [(Phase.DRAINING, "publishing"), (Phase.DRAINING, "run_complete"), (Phase.STOPPED, "run_complete")]
+    ("phase", "code"),
+    [(Phase.DRAINING, "publishing"), (Phase.DRAINING, "run_complete"), (Phase.STOPPED, "run_complete")],
 )
 def test_run_that_an_amendment_ended_is_complete(node: FakeNode, phase: Phase, code: str) -> None:
     report = Report(state=PhaseState(phase=phase, code=code), run=node.board.status.run)

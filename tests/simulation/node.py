@@ -341,7 +341,8 @@ class SimulatedNode:
                 continue
             if self.rules.at(mail.tip.state.amendments, mail.tip.round).is_paused:
                 continue  # The round has no contribution.
-            update = self._tracker.round_over(0, mail.included, 0, is_newest=mail is commits[-1])
+            recorded = mail.tip.last_weights[self.peer_id] if mail.included else None
+            update = self._tracker.round_over(0, recorded, 0, is_newest=mail is commits[-1])
             self.merged_tokens += update.counted_tokens
             self.trained_tokens += self._steps * self.habits.tokens_per_step
             self._steps = 0

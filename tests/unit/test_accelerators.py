@@ -123,6 +123,28 @@ def test_device_that_cannot_encode_gives_its_parameters_to_the_host(monkeypatch:
     assert [device.type for device in taken_to] == ["meta", "cpu", "cpu", "cpu"]
 
 
+def test_parameters_go_to_the_host_if_the_device_lacks_memory_or_has_only_a_part_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = Replica(build_model(TINY, seed=1), InnerConfig(), CPU, Execution())
+    taken_to: list[str] = []
+
+    def take(_model: object, _ranges: object, device: torch.device) -> None:
+        taken_to.append(device.type)
+        if device.type != "cpu":
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("node.training.replica.take_flat", take)
+    monkeypatch.setitem(ACCELERATORS, "meta", LimitedDevice(can_encode=True))
+    replica._device = torch.device("meta")
+    replica.take(((0, 1),), on_host=False)
+    assert taken_to == ["meta", "cpu"]
+    ranks: Any = SimpleNamespace(rank=0, is_sharded=True, broadcast_call=lambda *_: None)
+    replica._ranks = ranks
+    replica.take(((0, 1),), on_host=False)
+    assert taken_to == ["meta", "cpu", "cpu"], "each rank has a part, and the copy is of the whole model"
+
+
 # NVIDIA and AMD
 
 

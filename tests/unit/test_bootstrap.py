@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -343,10 +344,35 @@ def test_owner_is_told_that_the_gpu_is_gone(tmp_path: Path) -> None:
     assert lost_gpu(chosen, cpu) == "", "the owner has chosen it"
 
 
-def test_a_starting_point_keeps_no_tensors_after_it_is_taken() -> None:
-    class State:
-        pass
+class State:
+    """Stands for a tip or a checkpoint. Something can refer to it weakly."""
 
+
+def test_paused_node_keeps_neither_tip_nor_checkpoint_in_memory(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tip: Any = State()
+    checkpoint: Any = State()
+    alive = weakref.ref(tip), weakref.ref(checkpoint)
+    session: Any = SimpleNamespace(
+        start=StartingPoint(tip, checkpoint), swarm=MagicMock(serve=lambda *_: None), source=None, manifest=None,
+        terms_after=lambda _tip: None,
+    )  # fmt: skip
+    del tip, checkpoint
+    monkeypatch.setattr(worker._reporter, "set_position", lambda *_: None)
+    left: list[object] = []
+
+    def stop(_s: float) -> None:
+        left.extend(one() for one in alive)
+        raise StopAsked
+
+    monkeypatch.setattr(worker._waiter, "sleep", stop)
+    with pytest.raises(StopAsked):
+        worker._serve(session)
+    assert left == [None, None]
+
+
+def test_a_starting_point_keeps_no_tensors_after_it_is_taken() -> None:
     tip: Any = State()
     checkpoint: Any = State()
     alive = weakref.ref(tip), weakref.ref(checkpoint)

@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -146,6 +147,15 @@ def test_the_warm_up_compiles_steps_and_evaluations(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(InnerLoop, name, lambda _, batch, name=name: seen.append((name, batch.shape)))
     Replica(build_model(RUN.model, seed=0), RUN.inner, CPU, Execution()).warm_up(4, 64)
     assert seen == [("probe", (4, 65)), ("loss_of", (4, 65))]
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, [3, 2]), (3, [3, 2]), (8, [3, 1])])
+def test_the_warm_up_compiles_each_size_of_micro_batch_that_a_step_has(ranks: int, rows: list[int]) -> None:
+    run = RUN.model_copy(update={"inner": RUN.inner.model_copy(update={"batch_size": 8})})
+    replica = MagicMock()
+    replica.inner.micro_batch = 3
+    rank_processes._warm_up(replica, run, Execution(compiled=True), ranks)
+    assert [call.args[0] for call in replica.warm_up.call_args_list] == rows
 
 
 def start_with_a_broken_compiler(wanted: Any, monkeypatch: pytest.MonkeyPatch) -> Replica:

@@ -25,14 +25,14 @@ def test_tokens_of_an_included_contribution_count_and_later_tokens_stay_pending(
     send(tracker, 100)
     assert tracker.pending_tokens(0) == 0 and tracker.in_flight is not None and tracker.in_flight.tokens == 100
     tracker.add_tokens(30)
-    update = tracker.round_over(0, included=True, steps=2)
+    update = tracker.round_over(0, recorded=100, steps=2)
     assert update.is_merged and not update.is_carried and tracker.in_flight is None
     assert tracker.pending_tokens(0) == 30
     assert (update.counted_tokens, update.discarded_tokens) == (100, 0)
-    carried = tracker.round_over(0, included=False, steps=2)
+    carried = tracker.round_over(0, recorded=None, steps=2)
     assert (carried.counted_tokens, carried.discarded_tokens) == (0, 0)
     tracker.send(0, 2, 0.0, None)
-    update = tracker.round_over(0, included=True, steps=0)
+    update = tracker.round_over(0, recorded=30, steps=0)
     assert (update.counted_tokens, update.discarded_tokens) == (30, 0)
 
 
@@ -46,7 +46,7 @@ def test_local_parameters_are_reset_mixed_or_corrected_after_an_included_contrib
 ) -> None:
     tracker = ContributionTracker(1)
     send(tracker, 100, sent)
-    update = tracker.round_over(0, included=True, steps=steps)
+    update = tracker.round_over(0, recorded=100, steps=steps)
     assert update.is_merged == (steps > 0) and merged(update, mix_alpha=0.25) == expected
     assert tracker.pending_tokens(0) == 0
 
@@ -56,7 +56,7 @@ def test_an_excluded_contribution_is_carried_for_two_rounds_and_then_discarded()
     for carried in range(MAX_CARRIED + 1):
         send(tracker, 100)
         tracker.add_tokens(1)
-        update = tracker.round_over(0, included=False, steps=1)
+        update = tracker.round_over(0, recorded=None, steps=1)
         if carried < MAX_CARRIED:
             assert update.is_carried and tracker.pending_tokens(0) == 101 * (carried + 1)
             assert merged(update) == 11.0
@@ -68,9 +68,9 @@ def test_an_excluded_contribution_is_carried_for_two_rounds_and_then_discarded()
 def test_pending_tokens_are_carried_over_a_missed_round() -> None:
     tracker = ContributionTracker(1)
     tracker.add_tokens(50)
-    update = tracker.round_over(0, included=False, steps=3)
+    update = tracker.round_over(0, recorded=None, steps=3)
     assert update.contribution is None and update.is_carried and tracker.pending_tokens(0) == 50
-    assert not ContributionTracker(1).round_over(0, included=False, steps=0).is_carried
+    assert not ContributionTracker(1).round_over(0, recorded=None, steps=0).is_carried
 
 
 def test_several_rounds_that_pass_within_one_inner_step_count_as_one() -> None:
@@ -79,11 +79,11 @@ def test_several_rounds_that_pass_within_one_inner_step_count_as_one() -> None:
     for _ in range(2):
         tracker.add_tokens(100)
         for _ in range(5):
-            assert tracker.round_over(0, included=False, steps=1, is_newest=False).is_carried
-        assert tracker.round_over(0, included=False, steps=1).is_carried
+            assert tracker.round_over(0, recorded=None, steps=1, is_newest=False).is_carried
+        assert tracker.round_over(0, recorded=None, steps=1).is_carried
     assert tracker.pending_tokens(0) == 200
     tracker.send(0, 1, 0.0, None)
-    update = tracker.round_over(0, included=False, steps=0)
+    update = tracker.round_over(0, recorded=None, steps=0)
     assert not update.is_carried and update.discarded_tokens == 200
 
 
@@ -95,8 +95,27 @@ def test_an_included_contribution_is_not_sent_again_after_a_restart() -> None:
     assert steps == 5
     restarted = ContributionTracker(1, saved)
     assert restarted.pending_tokens(0) == 120 and restarted.in_flight is None
-    update = restarted.round_over(0, included=True, steps=7)
+    restarted.add_tokens(7)
+    update = restarted.round_over(0, recorded=100, steps=7)
     assert merged(update) == 2.0 and restarted.pending_tokens(0) == 0
+    assert (update.counted_tokens, update.discarded_tokens) == (100, 27), (
+        "the record has 100, and the model no other step"
+    )
+
+
+def test_tokens_of_a_contribution_of_an_earlier_process_count_as_recorded() -> None:
+    tracker = ContributionTracker(1)
+    send(tracker, 100)
+    restarted = ContributionTracker(1, tracker.for_checkpoint(0)[1])
+    restarted.add_tokens(30)
+    restarted.send(0, 5, 0.0, None)
+    restarted.add_tokens(7)
+    update = restarted.round_over(0, recorded=100, steps=1)
+    assert (update.counted_tokens, update.discarded_tokens) == (100, 30)
+    assert restarted.pending_tokens(0) == 7
+    saved_before_it_was_sent = ContributionTracker(1, [(60, 0)])
+    update = saved_before_it_was_sent.round_over(0, recorded=100, steps=0)
+    assert (update.counted_tokens, update.discarded_tokens) == (100, 0)
 
 
 def test_pending_tokens_are_tracked_separately_for_each_fragment() -> None:
@@ -105,7 +124,7 @@ def test_pending_tokens_are_tracked_separately_for_each_fragment() -> None:
     tracker.send(1, 1, 0.0, None)
     tracker.add_tokens(10)
     assert [tracker.pending_tokens(f) for f in range(3)] == [20, 10, 20]
-    tracker.round_over(1, included=False, steps=1)
+    tracker.round_over(1, recorded=None, steps=1)
     assert [tracker.pending_tokens(f) for f in range(3)] == [20, 20, 20]
     assert tracker.for_checkpoint(2)[1] == [(20, 0), (20, 1), (20, 0)]
 
@@ -116,7 +135,7 @@ def test_discarded_tokens_are_not_carried_to_the_next_round() -> None:
     tracker.add_tokens(7)
     assert tracker.discard_pending() == 7 and tracker.discard_pending() == 0
     assert tracker.for_checkpoint(0) == (0, [(0, 0)])
-    update = tracker.round_over(0, included=False, steps=0)
+    update = tracker.round_over(0, recorded=None, steps=0)
     assert not update.is_carried and update.discarded_tokens == 10
 
 
@@ -124,7 +143,7 @@ def test_contribution_that_was_lost_in_flight_counts_if_the_round_includes_it() 
     tracker = ContributionTracker(1)
     send(tracker, 10)
     tracker.discard_pending()
-    update = tracker.round_over(0, included=True, steps=0)
+    update = tracker.round_over(0, recorded=10, steps=0)
     assert not update.is_merged and (update.counted_tokens, update.discarded_tokens) == (10, 0)
 
 
@@ -134,7 +153,7 @@ def test_steps_after_a_reset_are_merged_from_the_parameters_after_the_reset() ->
     send(tracker, 10, SENT)
     tracker.discard_pending(OLD)
     tracker.add_tokens(3)
-    update = tracker.round_over(0, included=True, steps=1)
+    update = tracker.round_over(0, recorded=10, steps=1)
     assert update.is_merged and merged(update) == NEW.item() + (LOCAL.item() - OLD.item())
     assert (update.counted_tokens, tracker.pending_tokens(0)) == (10, 3)
 
@@ -144,5 +163,5 @@ def test_lost_contribution_is_discarded_while_newer_work_is_carried() -> None:
     send(tracker, 10)
     tracker.discard_pending()
     tracker.add_tokens(3)
-    update = tracker.round_over(0, included=False, steps=0)
+    update = tracker.round_over(0, recorded=None, steps=0)
     assert update.is_carried and update.discarded_tokens == 10 and tracker.pending_tokens(0) == 3

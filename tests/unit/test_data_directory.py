@@ -133,8 +133,8 @@ def test_file_and_folder_that_others_may_write_are_repaired(tmp_path: Path) -> N
     (tmp_path / "api-token").write_text("x" * 43)
     (tmp_path / "api-token").chmod(0o644)
     with DataDirectory.open(tmp_path) as directory:
-        repaired = [name for name in ("checkpoints", "settings.json", "api-token") if name in "".join(directory.warnings)]
-        assert (repaired, len(directory.warnings)) == (["checkpoints", "settings.json", "api-token"], 3)
+        repaired = ("checkpoints", "settings.json", "api-token")
+        assert len(directory.warnings) == 3 and all(name in "".join(directory.warnings) for name in repaired)
     assert [mode(tmp_path / name) for name in repaired] == [0o755, 0o644, 0o600]
     with DataDirectory.open(tmp_path) as directory:
         assert directory.warnings == []

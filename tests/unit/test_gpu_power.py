@@ -64,6 +64,7 @@ def test_power_limit_of_a_gpu_is_set_and_the_original_limit_is_restored(tmp_path
 def test_refusal_of_a_power_limit_by_the_driver_is_reported_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(NotCapped, match=r"nvidia-smi -pl 300"):
         cap(tmp_path, GPU, 300, Driver(allows=False))
+    assert not (tmp_path / FILE).exists(), "an old limit that was never changed is not restored later"
     with pytest.raises(NotCapped, match="driver"):
         cap(tmp_path, GPU, 300, Driver(starts=False))
     driver = Driver()

@@ -251,3 +251,22 @@ def test_evaluation_and_sample_are_left_out_while_another_program_has_the_memory
     TextSampler(SAMPLE, inner, tmp_path).round_over(tip_at(0), fill_memory)
     assert evaluation.loss is None and len(caplog.records) == 2
     assert inner.replica.parameters.equal(own)
+
+
+def test_parameters_are_restored_if_the_memory_ends_while_the_anchor_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner = trainer_of()
+    inner._held_out = [torch.zeros(2, 9, dtype=torch.int64)]
+    own, load = inner.replica.parameters, inner.replica.load
+    first = iter([True])
+
+    def load_a_part(flat: Tensor) -> None:
+        load(flat)
+        if next(first, False):
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(inner.replica, "load", load_a_part)
+    evaluation = Evaluation(inner)
+    evaluation.round_over(tip_at(0), "me", lambda: None)
+    assert evaluation.loss is None and inner.replica.parameters.equal(own)

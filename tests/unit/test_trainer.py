@@ -103,14 +103,14 @@ class Scene:
         self.trainer.send_pseudo_gradient()
         self.trainer._encoder.wait()
 
-    def commit(self, *, included: bool = True, offered: bool = True) -> None:
-        """Let the swarm commit the next round with an unchanged anchor."""
+    def commit(self, *, included: bool = True, offered: bool = True, recorded: int = STEPS * TOKENS_PER_STEP) -> None:
+        """Let the swarm commit the next round with an unchanged anchor and `recorded` tokens of this node."""
         old, tokens = self.trainer.tip, STEPS * TOKENS_PER_STEP
         state = replace(old.state, round=old.round + 1, tokens=old.state.tokens + tokens)
         head = f"{old.round + 1:064x}"
         tip = replace(
             old, state=state, head=head, digest=head, round_s=1.0, last_round_tokens=tokens,
-            anchor_at_s=time.monotonic(),
+            anchor_at_s=time.monotonic(), last_weights={self.swarm.view.peer_id: recorded} if included else {},
         )  # fmt: skip
         plan = SimpleNamespace(amendment=None, members=(), joins=())
         outcome: Any = SimpleNamespace(round=state.round, plan=plan, included=())
@@ -168,6 +168,36 @@ def test_residual_of_a_contribution_that_was_sent_before_a_restart_is_not_added_
     scene.commit(offered=False)
     scene.trainer.apply_committed_rounds()
     assert scene.residual() == 0
+
+
+def test_tokens_after_the_sending_do_not_count_as_merged_if_the_node_restarts(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(sync={"mode": "overlapped"})
+    scene.steps(STEPS)
+    scene.send()
+    scene.steps(3)
+    scene.restart()
+    scene.steps(1)
+    scene.commit(offered=False)
+    scene.trainer.apply_committed_rounds()
+    totals = scene.counters.totals
+    assert (totals.tokens_merged, totals.tokens_discarded) == (STEPS * TOKENS_PER_STEP, 4 * TOKENS_PER_STEP)
+
+
+def test_stop_writes_no_second_checkpoint_of_the_same_state(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    begin = MagicMock(wraps=scene.trainer._checkpointer.begin)
+    scene.trainer._checkpointer.begin = begin  # type: ignore[method-assign]
+    scene.steps(2)
+    scene.trainer.save()
+    scene.trainer.save()
+    assert begin.call_count == 1
+    scene.trainer._reset_to_anchor("For a test")
+    scene.trainer.save()
+    scene.steps(1)
+    scene.trainer.save()
+    assert begin.call_count == 3
 
 
 def test_diverged_node_returns_to_the_anchor_whenever_its_last_skipped_step_comes(
