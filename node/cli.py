@@ -16,8 +16,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TextIO, cast
 
@@ -77,6 +78,8 @@ class Call:
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Entry point. Returns the exit code."""
     is_debug, code = False, 0
+    if argv is None and isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # The terminal may lack the characters of a stranger's name.
     try:
         call = _read_call(sys.argv[1:] if argv is None else argv, environ)
         is_debug = call.loaded.config.log.level == "debug"
@@ -455,7 +458,7 @@ def _status(call: Call) -> int:
 
     client = Client(call.data_dir)
     if call.args.json:
-        print(json.dumps(client.status(), indent=2, ensure_ascii=False))
+        print(json.dumps(client.status(), indent=2))
         return 0
     from rich.text import Text
 
@@ -463,24 +466,30 @@ def _status(call: Call) -> int:
     from node.status import Status
 
     def text() -> Text:
-        status = Status.model_validate(client.status())
+        status = client.read(Status, client.status())
         return describe(status, dashboard_link(call.data_dir, pid=None, has_token=sys.stdout.isatty()))
 
+    printer = Printer(soft_wrap=True, highlight=False)
     if not call.args.watch:
-        Printer(soft_wrap=True, highlight=False).print(text())
+        printer.print(text())
         return 0
     import time
 
     from rich.live import Live
 
     first = text()
-    with Live(first, auto_refresh=False) as live:
-        try:
+    with suppress(KeyboardInterrupt):
+        if not printer.is_terminal:  # Live shows only the last text there.
+            while True:
+                printer.print(first)
+                sys.stdout.flush()
+                time.sleep(1.0)
+                first = text()
+        with Live(first, auto_refresh=False) as live:
             while True:
                 time.sleep(1.0)
                 live.update(text(), refresh=True)
-        except KeyboardInterrupt:
-            return 0
+    return 0
 
 
 def _runs(call: Call) -> int:
@@ -491,7 +500,7 @@ def _runs(call: Call) -> int:
     if call.args.run is not None:
         found = [runs.find_run(found, call.args.run)]
     if call.args.json:
-        print(json.dumps(runs.to_json(found, other_protocols), indent=2, ensure_ascii=False))
+        print(json.dumps(runs.to_json(found, other_protocols), indent=2))
         return 0
     if call.args.run is not None:
         print(runs.describe_run(found[0]))
@@ -516,11 +525,12 @@ def _peers(call: Call) -> int:
     from node.commands.terminal import Printer, describe_groups, describe_peers
     from node.status import PeerRow
 
-    found = Client(call.data_dir).peers()
+    client = Client(call.data_dir)
+    found = client.peers()
     if call.args.json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(json.dumps(found, indent=2))
         return 0
-    rows = [PeerRow.model_validate(row) for row in found["peers"]]
+    rows = [client.read(PeerRow, row) for row in found["peers"]]
     Printer().print(describe_groups(rows, call.args.by) if call.args.by else describe_peers(rows))
     return 0
 
@@ -534,17 +544,16 @@ def _logs(call: Call) -> int:
     if not 1 <= call.args.lines <= 2000:
         raise UsageError(f"--lines {call.args.lines} is not from 1 to 2000.")
     client, console, after = Client(call.data_dir), Printer(soft_wrap=True, highlight=False), None
-    while True:
-        found = client.logs(level=call.args.level, after=after, limit=call.args.lines if after is None else 2000)
-        after = found["last_id"]
-        for record in found["records"]:
-            console.print(log_line(record))
-        if not call.args.follow:
-            return 0
-        try:
+    with suppress(KeyboardInterrupt):
+        while True:
+            found = client.logs(level=call.args.level, after=after, limit=call.args.lines if after is None else 2000)
+            after = found["last_id"]
+            for record in found["records"]:
+                console.print(log_line(record))
+            if not call.args.follow:
+                break
             time.sleep(1.0)
-        except KeyboardInterrupt:
-            return 0
+    return 0
 
 
 def _completion(call: Call) -> int:
@@ -562,7 +571,8 @@ def _install_service(call: Call) -> int:
     scope: Literal["system", "user"] = "system" if args.system or (place.user_id == 0 and not args.user) else "user"
     installed = service.read_installed(place, scope)
     # What an earlier call has set stays, unless this one sets it.
-    variables = {**installed.settings, **settings_as_variables(call.loaded)}
+    given = expand_user(args.config).resolve() if args.config is not None else None
+    variables = {**installed.settings, **settings_as_variables(call.loaded, given)}
     variables.pop(service.DATA_DIR, None)
     is_own_folder = call.loaded.origins["node.data_dir"] != DEFAULT
     if args.join is not None and not args.remove:
@@ -570,7 +580,7 @@ def _install_service(call: Call) -> int:
 
         parse_invite(args.join)
         variables["DILOCO_JOIN"] = args.join
-    config = args.config.resolve() if args.config is not None else installed.config
+    config = given or installed.config
     loaded = call.loaded if args.remove else load(file=config, environ=variables, flags=[])
     plan = service.plan_service(
         place,
@@ -780,12 +790,15 @@ def _certificate(call: Call) -> int:
 
     certificate, finding = credit.certificate_of(call.data_dir)
     texts = ((call.args.file, certificate.model_dump_json() + "\n"), (call.args.badge, credit.badge(finding)))
-    files = [(path, text) for path, text in texts if path is not None]
-    for path, _ in files:  # Nothing is written if one of them exists.
+    files = [(expand_user(path), text) for path, text in texts if path is not None]
+    for path, _ in files:
         if path.exists():
             raise UsageError(f"{path} exists already: name a new file.")
-    for path, text in files:
-        write_new(path, text)
+    with ExitStack() as undo:  # All files are written, or none.
+        for path, text in files:
+            write_new(path, text)
+            undo.callback(path.unlink)
+        undo.pop_all()
     print(certificate.model_dump_json() if call.args.file is None else credit.describe(finding))
     return 0
 
@@ -796,7 +809,7 @@ def _when(round_: int) -> str:
 
 def _verify(call: Call) -> int:
     file = expand_user(call.args.file)
-    if file.is_dir():
+    if _is_folder(file):
         from node.publication.model_folder import verify_model_folder
 
         record = verify_model_folder(file, call.loaded.config.node.hub_cache)
@@ -814,6 +827,13 @@ def _verify(call: Call) -> int:
     return 0
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as exc:
+        raise UsageError(f"{path} cannot be read ({exc.strerror}): check its folder's permissions.") from exc
+
+
 def _owner(call: Call) -> int:
     from node.commands import owner
 
@@ -822,7 +842,7 @@ def _owner(call: Call) -> int:
     if args.action == "join" and args.value in (None, "-"):
         args.value = _read_secret("Token of the owner's first machine: ")
     if args.action not in ("set", "join") and args.value is not None:
-        raise UsageError(f"`owner {args.action}` takes no further word: see `diloco-node owner --help`.")
+        raise UsageError(f"`owner {args.action}` takes no more arguments: see `diloco-node owner --help`.")
     if (args.team is not None and args.action != "set") or (args.new and args.action != "token"):
         raise UsageError("--team belongs to `owner set`, and --new to `owner token`.")
     actions = {
@@ -838,8 +858,13 @@ def _owner(call: Call) -> int:
 
 def _require_own(folder: Path) -> None:
     """Raise DataFolderError if another user owns the data folder, whose node would refuse files of this user."""
-    with suppress(FileNotFoundError):
+    try:
         owner = folder.stat().st_uid
+    except PermissionError as exc:
+        raise DataFolderError.of_another_user(folder) from exc
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    else:
         if owner != os.geteuid():
             name = _user_name(owner)
             raise DataFolderError(f"{folder} belongs to user {name}: run the command as `sudo -u {name} ...`.")
@@ -868,7 +893,6 @@ def _read_secret(prompt: str) -> str:
 def _steer(call: Call) -> int:
     from node.commands import steer
     from node.commands.client import Client
-    from node.status import GovernanceInfo
 
     args, client = call.args, Client(call.data_dir)
     if args.action in ("sign", "submit") and len(args.words) != 1:
@@ -876,7 +900,7 @@ def _steer(call: Call) -> int:
     if args.action == "rollback" and len(args.words) != 1:
         raise UsageError("Name the round to go back to: `diloco-node steer rollback ROUND`.")
     if args.action not in ("amend", "rollback", "sign", "submit") and args.words:
-        raise UsageError(f"`steer {args.action}` takes no further word: see `diloco-node steer --help`.")
+        raise UsageError(f"`steer {args.action}` takes no more arguments: see `diloco-node steer --help`.")
     if args.action in ("show", "sign", "submit") and any(
         one is not None for one in (args.from_round, args.out, args.replace)
     ):
@@ -884,7 +908,7 @@ def _steer(call: Call) -> int:
     if args.action == "show":
         print(steer.describe(steer.governance(client)))
     elif args.action == "sign":
-        info = GovernanceInfo.model_validate(client.amendments()) if client.is_there() else None
+        info = client.governance() if client.is_there() else None
         print(steer.sign_file(Path(args.words[0]), steer.read_key(call.data_dir, args.key), info))
     elif args.action == "submit":
         print(steer.submit(client, steer.read(Path(args.words[0]))[0]))

@@ -60,7 +60,7 @@ class Multiaddress:
 
 def parse(text: str) -> Multiaddress:
     """Parse a multiaddress. Raises ValueError."""
-    wrong = ValueError(f"{text!r} is no multiaddress: write one such as {FORM}")
+    wrong = ValueError(f"{text!r} is not a multiaddress: write one such as {FORM}")
     lead, *parts = text.split("/")
     if lead or len(parts) < 4 or parts[0] not in HOST_TYPES or parts[2] not in ("tcp", "udp"):
         raise wrong
@@ -72,7 +72,7 @@ def parse(text: str) -> Multiaddress:
     if (rest and not peer_id) or (quic and transport == "tcp"):
         raise wrong
     if peer_id and not _is_peer_id(peer_id):
-        raise ValueError(f"{peer_id!r} in {text!r} is no peer id: copy the whole address again")
+        raise ValueError(f"{peer_id!r} in {text!r} is not a peer id: copy the whole address again")
     return Multiaddress(host_type, _host(host_type, parts[1], text), _port(parts[3], text), transport, quic, peer_id)
 
 
@@ -86,7 +86,7 @@ def parse_plain(text: str, *, bare_port: int | None = None) -> Multiaddress:
     host, colon, port = text.rpartition(":")
     if not colon or bare is not None:
         forms = "HOST:PORT" if bare_port is None else "HOST, HOST:PORT"
-        raise ValueError(f"{text!r} is no address: write {forms} or a multiaddress such as {FORM}")
+        raise ValueError(f"{text!r} is not an address: write {forms} or a multiaddress such as {FORM}")
     if host.startswith("[") and host.endswith("]"):
         return Multiaddress("ip6", _host("ip6", host[1:-1], text), _port(port, text))
     host_type: HostType = "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns4"
@@ -113,15 +113,15 @@ def _host(host_type: HostType, host: str, text: str) -> str:
             return str(ipaddress.IPv6Address(host))
     except ValueError as exc:
         kind = "IPv4" if host_type == "ip4" else "IPv6"
-        raise ValueError(f"{host!r} in {text!r} is no {kind} address: write it such as {FORM}") from exc
+        raise ValueError(f"{host!r} in {text!r} is not an {kind} address: write it such as {FORM}") from exc
     if host_type == "ip6" or not _is_name(host):
-        raise ValueError(f"{host!r} in {text!r} is no host that can be called: write it such as {FORM}")
+        raise ValueError(f"{host!r} in {text!r} is not a host that can be called: write it such as {FORM}")
     return host
 
 
 def _port(port: str, text: str) -> int:
     if not _PORT.fullmatch(port) or int(port) > 65535:
-        raise ValueError(f"{port!r} in {text!r} is no port: write a number from 0 to 65535")
+        raise ValueError(f"{port!r} in {text!r} is not a port: write a number from 0 to 65535")
     return int(port)
 
 

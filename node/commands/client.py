@@ -9,13 +9,17 @@ import ssl
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
+from pydantic import BaseModel, ValidationError
+
 from node.errors import DataFolderError, UsageError
+from node.status import GovernanceInfo
 
 TIMEOUT_S = 10.0
+T = TypeVar("T", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,17 @@ class Client:
         """What the public page of the run shows."""
         return self._call("GET", "/api/v1/public")
 
-    def amendments(self) -> dict[str, Any]:
+    def governance(self) -> GovernanceInfo:
         """Who may amend the run, and its amendments."""
-        return self._call("GET", "/api/v1/amendments")
+        return self.read(GovernanceInfo, self._call("GET", "/api/v1/amendments"))
+
+    @staticmethod
+    def read(kind: type[T], answer: dict[str, Any]) -> T:
+        """Read an answer. Raises UsageError if the node is of another version, as it is after an upgrade."""
+        try:
+            return kind.model_validate(answer)
+        except ValidationError as exc:
+            raise UsageError("The node is of another version than this command: start the node again.") from exc
 
     def submit_amendment(self, signed: dict[str, Any]) -> dict[str, Any]:
         return self._call("POST", "/api/v1/amendments", signed)

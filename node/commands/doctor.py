@@ -193,7 +193,7 @@ def _check_schedule(config: Config) -> Iterator[Finding]:
         change = hours.next_change(now)
         state = "trains now" if hours.is_active(now) else "does not train now"
         until = f", until {hours.local(change)}" if change is not None else ""
-        zone = hours.zone.key or "this machine's"
+        zone = schedule.timezone or "of this machine"
         yield Finding("ok", "hours", f"{', '.join(schedule.active)}, time zone {zone}: the node {state}{until}.")
     if schedule.user_active == "pause":
         idle_s, source = idle_seconds()

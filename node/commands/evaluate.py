@@ -16,7 +16,11 @@ from node.training.model import silence_transformers
 
 def evaluate(config: Config, folder: Path) -> dict[str, float]:
     """Return the scores by TASK/METRIC. Raises UsageError if the folder has no model, and as `evaluate_folder`."""
-    if not (folder / "config.json").is_file():
+    try:
+        has_model = (folder / "config.json").is_file()
+    except OSError as exc:
+        raise UsageError(f"{folder} cannot be read ({exc.strerror}): check its permissions.") from exc
+    if not has_model:
         raise UsageError(f"{folder} has no model: name a folder that `export` or a publication has written.")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     silence_transformers()

@@ -68,7 +68,7 @@ If the run needs several signatures:
 """,
     "install-service": """\
   diloco-node install-service --join diloco1-... --dry-run       # what it would write and run
-  diloco-node install-service --join diloco1-...                 # a service of yours
+  diloco-node install-service --join diloco1-...                 # your own service
   sudo /opt/diloco/bin/diloco-node install-service --join diloco1-... --limits.upload_mbit_s 10
   diloco-node install-service --remove
 """,

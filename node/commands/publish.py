@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import tempfile
-from pathlib import Path
 
 from node.commands.export import newest, tokenizer_of
 from node.config.publish_address import parse_publish_address
 from node.config.schema import Config
 from node.errors import DataFolderError, UsageError
 from node.host.disk_quota import Quota, quota_bytes
+from node.host.files import scratch_folder
 from node.publication.model_card import read_curve
 from node.publication.model_folder import write_model_folder
 from node.publication.stores import Superseded, open_store, revision_of
@@ -45,8 +44,8 @@ def publish_now(config: Config) -> str:
             ) from exc
         quota = Quota(config.node.data_dir, quota_bytes(config.limits.disk_gb), config.node.text_folder)
         copy_bytes = checkpoint.anchor.nbytes + checkpoint.momentum.nbytes + checkpoint.credit.nbytes
-        with quota.room(copy_bytes), tempfile.TemporaryDirectory(dir=cache) as scratch:
-            folder = Path(scratch) / revision
+        with quota.room(copy_bytes), scratch_folder(cache, "publish") as scratch:
+            folder = scratch / revision
             write_model_folder(
                 manifest,
                 checkpoint,

@@ -31,7 +31,7 @@ def _check_version(text: str) -> str:
     try:
         return str(Version(text))
     except InvalidVersion as exc:
-        raise ValueError(f"{text!r} is no version") from exc
+        raise ValueError(f"{text!r} is not a version") from exc
 
 
 class Release(BaseModel):

@@ -38,6 +38,8 @@ PRIVATE_FOLDERS = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/
 """Folders that the system service cannot read (ProtectHome, PrivateTmp)."""
 NEEDS_A_PERSON = (2, 3, 4, 10)
 """Exit codes after which a restart would end in the same way: usage, this machine, refused, another protocol."""
+SETTLE_S = 5.0
+"""Time after which a service that cannot work has ended."""
 STOP_S = 60
 """Longest time of a stop. A node saves for up to 50 s."""
 COMMAND_TIMEOUT_S = 120.0
@@ -87,6 +89,8 @@ class ServicePlan:
     data_dir: Path
     hint: str
     """How to see what the service does."""
+    is_active: tuple[str, ...] = ()
+    """Command that fails if the service has ended; only of systemd."""
     owner: str = ""
     """The user to whom the data folder must belong if it has files; empty means the caller."""
 
@@ -184,12 +188,13 @@ def plan_service(
         data_dir=data_dir,
         owner=USER if is_system and data_dir != SYSTEM_DATA else "",
         hint=f"{as_user}{shlex.quote(str(place.program))} status --data-dir {shlex.quote(str(data_dir))}",
+        is_active=(*manager, "is-active", "--quiet", NAME),
     )
 
 
 def _check_place(place: Place, scope: Scope) -> None:
     if scope == "system" and place.user_id != 0:
-        raise UsageError("A service of the whole machine needs root: use sudo, or --user for a service of yours.")
+        raise UsageError("A service of the whole machine needs root: use sudo, or --user for your own service.")
     if scope == "user" and place.user_id == 0:
         raise UsageError("A user service of root would run as root: use --system, or call this as the user.")
     if place.system not in ("Linux", "Darwin"):
@@ -296,7 +301,7 @@ Type=exec
 {who}EnvironmentFile=-{environment}
 {assigned}
 {state}ExecStart={words}
-# The log goes to stderr. The dashboard's link on stdout has the token of the API, which belongs into no journal.
+# The log goes to stderr. The dashboard's link on stdout has the token of the API, which must not be in the journal.
 StandardOutput=null
 StandardError=journal
 # 0: stopped on request. {_listed(NEEDS_A_PERSON)} (usage, this machine, refused, another protocol) need a person.
@@ -430,6 +435,11 @@ def install(plan: ServicePlan, run: Runner, sleep: Callable[[float], None] = tim
     warning = ""
     if plan.linger and run(plan.linger):
         warning = f"The service ends when you log out, because `{shlex.join(plan.linger)}` failed: run it with sudo."
+    _start(plan, run, sleep, is_update=is_update)
+    return warning
+
+
+def _start(plan: ServicePlan, run: Runner, sleep: Callable[[float], None], *, is_update: bool) -> None:
     for command in plan.start:
         code = run(command)
         if is_update and command[0] == "launchctl":
@@ -439,7 +449,12 @@ def install(plan: ServicePlan, run: Runner, sleep: Callable[[float], None] = tim
                 sleep(1.0)
                 code = run(command)
         _check(command, code)
-    return warning
+    if _is_of_systemd(plan):
+        sleep(SETTLE_S)  # systemd reports a start as soon as the program runs.
+        if run(plan.is_active):
+            unit = "--user-unit" if "--user" in plan.is_active else "--unit"
+            text = f"The service ended right after its start. Its log says why: journalctl {unit} {NAME}"
+            raise MachineError(text, code="service")
 
 
 def _check_owner(plan: ServicePlan) -> None:
@@ -467,10 +482,10 @@ def remove(plan: ServicePlan, run: Runner) -> bool:
 
     Raises MachineError if a service of systemd does not end; its files stay then.
     """
-    is_there = plan.files[-1].path.exists()
+    is_there = any(file.path.exists() for file in plan.files)
     for command in plan.stop:
         code = run(command)
-        if is_there and _is_of_systemd(plan):  # Otherwise the service may be gone already.
+        if plan.files[-1].path.exists() and _is_of_systemd(plan):  # Otherwise the service may be gone already.
             _check(command, code)
     for file in plan.files:
         with suppress(FileNotFoundError):
@@ -481,7 +496,7 @@ def remove(plan: ServicePlan, run: Runner) -> bool:
 
 
 def _is_of_systemd(plan: ServicePlan) -> bool:
-    return plan.files[-1].path.suffix == ".service"
+    return bool(plan.is_active)
 
 
 def _check(command: Sequence[str], code: int) -> None:

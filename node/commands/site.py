@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from node.api.public_page import STYLE, render
 from node.api.public_run import PublicRun
 from node.commands.client import Client
@@ -71,16 +69,13 @@ def _write(run: PublicRun, folder: Path) -> None:
             (folder / name).chmod(0o644)
     except OSError as exc:
         raise UsageError(
-            f"{folder} cannot be written ({exc.strerror}): name a folder of yours that the web server reads."
+            f"{folder} cannot be written ({exc.strerror}): name a folder that you own and the web server reads."
         ) from exc
 
 
 def _read(client: Client) -> PublicRun:
-    """The run of a node that answers. Raises UsageError, also if the node has none or is of another version."""
-    try:
-        run = PublicRun.model_validate(client.public())
-    except ValidationError as exc:
-        raise UsageError("The node is of another version than this command: start the node again.") from exc
+    """The run of a node that answers. Raises UsageError, also if the node has none."""
+    run = client.read(PublicRun, client.public())
     if not run.manifest_hash:
         raise UsageError("The node has not joined a run yet: wait until `diloco-node status` shows one.")
     return run

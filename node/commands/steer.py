@@ -56,7 +56,7 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
         key, has_value, text = word.partition("=")
         key = key.removeprefix("run.")
         if not has_value:
-            raise UsageError(f"{word!r} is no change: write KEY=VALUE, such as inner.lr=2e-4.")
+            raise UsageError(f"{word!r} is not a change: write KEY=VALUE, such as inner.lr=2e-4.")
         if key not in CHANGEABLE:
             raise UsageError(
                 f"run.{key} cannot be changed while the run runs: did you mean {nearest(key, CHANGEABLE)}? "
@@ -101,8 +101,6 @@ def read_target(data_dir: Path, word: str) -> dict[str, Any]:
     """The content of a rollback to this round, of which this node has a checkpoint. Raises UsageError."""
     from node.training.checkpoint import CheckpointStore
 
-    if not word.isdecimal():
-        raise UsageError(f"{word!r} is no number of a round: write `diloco-node steer rollback ROUND`.")
     store = CheckpointStore(data_dir / "checkpoints", keep=1)
     kept = [str(round_) for round_ in store.rounds()]
     digest = store.digest_at(int(word)) if word in kept else ""
@@ -185,7 +183,7 @@ def check_pause(info: GovernanceInfo, action: str) -> None:
 
 
 def governance(client: Client) -> GovernanceInfo:
-    info = GovernanceInfo.model_validate(client.amendments())
+    info = client.governance()
     if not info.run:
         raise UsageError("The node is not in its run yet: try again later.")
     return info
@@ -254,7 +252,7 @@ def sign_file(path: Path, identity: Identity, info: GovernanceInfo | None) -> st
         write_whole(file, _text(signed))
         file.chmod(mode)  # Others can still read it, and sign it.
     except OSError as exc:
-        raise UsageError(f"{path} cannot be written ({exc.strerror}): copy it to a folder of yours.") from exc
+        raise UsageError(f"{path} cannot be written ({exc.strerror}): copy it to a folder that you own.") from exc
     what = f"{amendment.number}: {amendment.describe()}, from round {amendment.from_round}"
     if info is None:
         return (

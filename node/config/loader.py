@@ -99,19 +99,27 @@ def load(*, file: Path | None, environ: Mapping[str, str], flags: Sequence[str])
     config = _assemble(values, origins)
     data_dir = _absolute(config.node.data_dir, environ)
     config = config.model_copy(update={"node": config.node.model_copy(update={"data_dir": data_dir})})
+    if data_dir.resolve().is_relative_to(config.node.text_folder.resolve()):
+        raise ConfigError(
+            f"node.text_dir {config.node.text_dir} contains the data folder, so a run could read this node's token and "
+            "keys as text: name a folder that contains only text."
+        )
     return Loaded(config, preset, origins)
 
 
-def settings_as_variables(loaded: Loaded) -> dict[str, str]:
+def settings_as_variables(loaded: Loaded, file: Path | None = None) -> dict[str, str]:
     """Return the settings that flags and environment have given, as environment variables.
 
-    They have the same meaning in every working folder, so paths are absolute.
+    They have the same meaning in every working folder, so paths are absolute. Paths in `file` that are relative to the
+    working folder are among them.
     """
+    written = {setting.key: str(setting.value) for setting in _from_file(file)} if file is not None else {}
     variables = {}
     for key, origin in loaded.origins.items():
-        if origin.startswith(("flag ", "environment variable ")):
-            text = _as_text(loaded.value_of(key))
-            variables[f"{ENV_PREFIX}{key.replace('.', '__').upper()}"] = _anywhere(key, text)
+        text = _anywhere(key, _as_text(loaded.value_of(key)))
+        is_relative = key in (*PATH_KEYS, "publish.to") and key != PRESET_KEY and written.get(key, text) != text
+        if origin.startswith(("flag ", "environment variable ")) or (origin.startswith("file ") and is_relative):
+            variables[f"{ENV_PREFIX}{key.replace('.', '__').upper()}"] = text
     return variables
 
 

@@ -588,7 +588,7 @@ def read_manifest(data: bytes) -> Manifest:
         raw = json.loads(data)
         version = raw["protocol_version"]
         if type(version) is not int:
-            raise TypeError("the protocol version is no whole number")
+            raise TypeError("the protocol version is not a whole number")
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ManifestError("The manifest cannot be read: ask for a new invite.") from exc
     if version > PROTOCOL_VERSION:

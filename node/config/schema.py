@@ -172,7 +172,7 @@ def _check_url(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port  # Raises for a port that is no number.
     except ValueError as exc:
-        raise ValueError(f"it is no URL ({exc}): write one that begins with http:// or https://") from exc
+        raise ValueError(f"it is not a URL ({exc}): write one that begins with http:// or https://") from exc
     if url and (parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url):
         raise ValueError("write a URL that begins with http:// or https://")
     if parts.username is not None:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MIN = 24 * 60
 EXAMPLE = "write it as mon-fri 22:00-08:00 or sat,sun 00:00-24:00"
+MOMENTS = "write it as 18:30, 'tomorrow 8:00', 'mon 8:00' or 2030-01-31T08:00:00Z"
 LOCALTIME = "/etc/localtime"
 FAR_DAYS = 15
 """Days to search. A clock change can skip a weekly window once, so one week would not be enough."""
@@ -126,7 +127,7 @@ def parse_moment(text: str, now: datetime, zone: tzinfo | None = None) -> dateti
     *words, last = text.lower().split() or [""]
     day = words[0] if len(words) == 1 else ""
     if _TIME.fullmatch(last) and (not words or day in (*DAYS, "today", "tomorrow")):
-        minutes = _minutes(last, text)
+        minutes = _minutes(last, text, MOMENTS)
         ahead = (DAYS.index(day) - local.weekday()) % 7 if day in DAYS else int(day == "tomorrow")
         for more in (0, 1) if not words else (0, 7) if day in DAYS else (0,):
             date_ = local.date() + timedelta(days=ahead + more + minutes // DAY_MIN)
@@ -138,8 +139,7 @@ def parse_moment(text: str, now: datetime, zone: tzinfo | None = None) -> dateti
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as exc:
-        remedy = "write it as 18:30, 'tomorrow 8:00', 'mon 8:00' or 2030-01-31T08:00:00Z"
-        raise ValueError(f"{text!r} is not a moment: {remedy}") from exc
+        raise ValueError(f"{text!r} is not a moment: {MOMENTS}") from exc
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=zone)
 
 
@@ -183,11 +183,11 @@ def _read_zone(name: str, file: Path, target: str, _changed_ns: int) -> ZoneInfo
         return ZoneInfo("UTC")
 
 
-def _minutes(text: str, window: str) -> int:
+def _minutes(text: str, whole: str, remedy: str = EXAMPLE) -> int:
     match = _TIME.fullmatch(text.strip())
     minutes = 60 * int(match[1]) + int(match[2]) if match and int(match[2]) < 60 else DAY_MIN + 1
     if minutes > DAY_MIN:
-        raise ValueError(f"{text.strip()!r} in {window!r} is not a time of the day: {EXAMPLE}")
+        raise ValueError(f"{text.strip()!r} in {whole!r} is not a time of the day: {remedy}")
     return minutes
 
 

@@ -35,6 +35,9 @@ LASTING = ("checkpoints", "cache/results-*.bin", "cache/feedback.bin", *WAITING)
 """What a run keeps on the disk (`Requirements.disk_bytes`)."""
 _CHECKPOINT = re.compile(r"round-(-?\d+)")
 
+HUB_LOGIN = ("token", "stored_tokens")
+"""Files of the hub's library with the owner's login. Containers and services keep it in the cache."""
+
 logger = logging.getLogger(__name__)
 
 Room = Callable[[int], AbstractContextManager[None]]
@@ -76,7 +79,8 @@ class Quota:
     def _make_room(self, size_bytes: int) -> None:
         target_bytes = self.limit_bytes - RESERVE_BYTES - self._reserved_bytes - size_bytes
         used_bytes, items = self.used_bytes(), list(self._removable())
-        if used_bytes - _freed_bytes(path for _, path in items) > target_bytes:
+        is_too_little = used_bytes - _freed_bytes(path for _, path in items) > target_bytes
+        if is_too_little or _remove_oldest(items, used_bytes - target_bytes) > 0:
             error = QuotaError(
                 f"limits.disk_gb allows {self.limit_bytes / MB:.1f} MB, so {size_bytes / MB:.1f} MB were not written: "
                 f"{self._folder} holds {used_bytes / MB:.1f} MB, and too little of it is removable; raise the limit."
@@ -84,7 +88,6 @@ class Quota:
             self._set_refusal(str(error))
             raise error
         self._set_refusal("")
-        _remove_oldest(items, used_bytes - target_bytes)
 
     def _set_refusal(self, reason: str) -> None:
         if reason or self._is_refusing:
@@ -122,7 +125,9 @@ class Quota:
         patterns = ("checkpoints/*round-*", *WAITING, "cache/results-*.bin", "cache/download-*.bin", "logs/*")
         for pattern in (*patterns, "cache/*/*", "history/*damaged*", "*.damaged*"):
             for path in self._folder.glob(pattern):
-                if path in kept or path.suffix == ".key" or path.name.startswith("."):
+                # A hidden folder is in use by a process. The tokens are the owner's login at the hub.
+                is_hidden = any(part.startswith(".") for part in path.relative_to(self._folder).parts)
+                if path in kept or is_hidden or path.suffix == ".key" or path.name in HUB_LOGIN:
                     continue
                 if not self._is_behind_link(path):  # `used_bytes` does not count what a link leads to.
                     with suppress(OSError):
@@ -144,18 +149,22 @@ def quota_bytes(disk_gb: float) -> float:
     return disk_gb * 1e9
 
 
-def _remove_oldest(items: Iterable[tuple[int, Path]], excess_bytes: float) -> None:
+def _remove_oldest(items: Iterable[tuple[int, Path]], excess_bytes: float) -> float:
+    """Remove files and folders until `excess_bytes` are freed. Returns the bytes that are still too many."""
     for _, path in sorted(items, key=lambda item: item[0]):
         if excess_bytes <= 0:
-            return
-        freed_bytes = _freed_bytes([path])
+            break
+        before_bytes = _freed_bytes([path])
         with suppress(OSError):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
-        logger.info("Removed %s (%.1f MB) to keep limits.disk_gb.", path.name, freed_bytes / MB)
+        freed_bytes = before_bytes - _freed_bytes([path])  # Another user's files cannot be removed.
+        if freed_bytes:
+            logger.info("Removed %s (%.1f MB) to keep limits.disk_gb.", path.name, freed_bytes / MB)
         excess_bytes -= freed_bytes
+    return excess_bytes
 
 
 def _newest(paths: Iterator[Path]) -> Path | None:

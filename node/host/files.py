@@ -36,8 +36,10 @@ def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
     if the disk refuses the write; the file then keeps its previous content.
     """
     temporary = path.with_name(path.name + ".new")
+    # Another user of a shared folder may have put a link there, to have a file of this user overwritten.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             if forced:
                 file.flush()
@@ -69,7 +71,28 @@ def write_new(path: Path, text: str) -> None:
     except OSError as exc:
         with suppress(OSError):
             path.unlink()  # It is not whole, and would be in the way of the next try.
-        raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder of yours.") from exc
+        raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder that you own.") from exc
+
+
+@contextmanager
+def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Yield a new hidden folder in `parent`, and remove it at the end.
+
+    What killed processes have left of earlier folders of this name is removed first. A lock on each folder, which ends
+    with its process, tells those from folders in use. On a network file system another machine cannot see the lock, so
+    what another machine has left is removed once nothing in it has changed for LEFT_S.
+    """
+    start, own, end = f".{name}-", f"{_machine_mark()}-", ".writing"
+    for path in [p for p in parent.iterdir() if p.name.startswith(start) and p.name.endswith(end)]:
+        with suppress(OSError), _locked(path):
+            if path.name.startswith(start + own) or time.time() - _newest_change_at(path) > LEFT_S:
+                shutil.rmtree(path)
+    temporary = Path(tempfile.mkdtemp(prefix=start + own, suffix=end, dir=parent))
+    try:
+        with _locked(temporary):
+            yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
@@ -77,30 +100,17 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder beside `target`, and rename it to `target` at the end, or remove it after an exception.
 
     Other users may read it in the end, and the folders above it that it makes. `target` must be absent or empty.
-    What killed processes have left of earlier attempts is removed first. A lock on each folder, which ends with its
-    process, tells those from folders in use. On a network file system another machine cannot see the lock, so what
-    another machine has left is removed once nothing in it has changed for LEFT_S.
     """
     _make_folders(target.parent)
-    start, own, end = f".{target.name}-", f"{_machine_mark()}-", ".writing"
-    for path in [p for p in target.parent.iterdir() if p.name.startswith(start) and p.name.endswith(end)]:
-        with suppress(OSError), _locked(path):
-            if path.name.startswith(start + own) or time.time() - _newest_change_at(path) > LEFT_S:
-                shutil.rmtree(path)
-    temporary = Path(tempfile.mkdtemp(prefix=start + own, suffix=end, dir=target.parent))
-    try:
-        with _locked(temporary):
-            yield temporary
-            for path in temporary.rglob("*"):
-                path.chmod(0o755 if path.is_dir() else 0o644)
-                sync_folder(path)
-            temporary.chmod(0o755)
-            sync_folder(temporary)
-            temporary.replace(target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with scratch_folder(target.parent, target.name) as temporary:
+        yield temporary
+        for path in temporary.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            sync_folder(path)
+        temporary.chmod(0o755)
+        sync_folder(temporary)
+        temporary.replace(target)
+    sync_folder(target.parent)
 
 
 def _make_folders(folder: Path) -> None:

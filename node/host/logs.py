@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -85,6 +85,10 @@ class LineFormatter(logging.Formatter):
         if context:
             message = f"[{', '.join(context)}] {message}"
         return self._fmt % (record.__dict__ | {"message": message}) if self._fmt else message
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        """The traceback, whose lines may contain a stranger's text as well."""
+        return "    " + escaped(super().formatException(ei)).replace("\n", "\n    ")
 
 
 class JsonFormatter(logging.Formatter):

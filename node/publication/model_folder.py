@@ -233,7 +233,7 @@ def _state(folder: Path, record: ExportRecord, anchor: Tensor) -> OuterState:
         # The file may change or vanish later, and the tensors would then change with it.
         momentum, amendments = tensors["momentum"].clone(), record.amendments.encode()
         state = OuterState(anchor, momentum, record.round, record.tokens, credit, amendments)
-    except (OSError, SafetensorError, KeyError, ValueError) as exc:
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as exc:
         raise not_valid(folder, f"{STATE_FILE} is damaged") from exc
     leaves = [leaf.hex() for leaf in leaf_hashes(state)]
     if leaves != list(record.leaves) or credit.root.hex() != record.credit_root:

@@ -189,12 +189,12 @@ class HubStore:
         from huggingface_hub import CommitOperation, CommitOperationAdd, CommitOperationDelete
         from huggingface_hub.errors import HfHubHTTPError
 
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        files = _files_of(folder)
         known = set(self._api.list_repo_files(self._name, revision=parent))
         if RECORD_FILE not in known and known - NEW_FILES:
             raise UsageError(
-                f"hub:{self._name} holds files that are no publication, and publishing would remove them: name an "
-                "empty or a new repository."
+                f"hub:{self._name} holds files that do not belong to a publication, and publishing would remove them: "
+                "name an empty or a new repository."
             )
         old = known & {RECORD_FILE, *self._published_files(parent)} - set(files) if RECORD_FILE in known else set()
         operations: list[CommitOperation] = [
@@ -285,11 +285,10 @@ class UrlStore:
                 return False
             with suppress(FileNotFoundError):
                 fs.rm(own, recursive=True)
-            for path in sorted(folder.rglob("*")):
-                if path.is_file():
-                    name = f"{own}/{path.relative_to(folder).as_posix()}"
-                    fs.makedirs(name.rpartition("/")[0], exist_ok=True)
-                    fs.put_file(str(path), name)
+            for relative, path in _files_of(folder).items():
+                name = f"{own}/{relative}"
+                fs.makedirs(name.rpartition("/")[0], exist_ok=True)
+                fs.put_file(str(path), name)
             complete = self._complete_part(fs, place)
             if complete is not None:  # Another publisher was faster.
                 if complete != self._part:
@@ -327,6 +326,14 @@ def _newest(names: list[str], where: str) -> str:
     if not revisions:
         raise _nothing_at(where)
     return max(revisions, key=lambda name: (round_of(name), name))
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The files of a publication by name. Raises MachineError if they are not complete."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    if RECORD_FILE not in files:
+        raise MachineError(f"The files in {folder} were removed while they were published: try again.")
+    return files
 
 
 def _nothing_at(where: str) -> UsageError:

@@ -75,7 +75,7 @@ def _task_manager(kind: Any, cfg: EvaluateConfig) -> Any:
     """
     folder = expand_user(cfg.task_dir) if cfg.task_dir else None
     if folder is not None and not folder.is_dir():
-        raise UsageError(f"evaluate.task_dir {cfg.task_dir} is no folder: name the one with your task files.")
+        raise UsageError(f"evaluate.task_dir {cfg.task_dir} is not a folder: name the one with your task files.")
     own = kind(include_path=str(folder), include_defaults=False) if folder is not None else None
     if own is not None and set(cfg.tasks) <= set(own.all_tasks):
         return own

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from node.config.manifest import InnerConfig
 from node.errors import MachineError, TrainingError
-from node.training.model import CPU, LossKind, NextTokenLoss, autocast, compile_layers
+from node.training.model import LossKind, NextTokenLoss, autocast, compile_layers
 from node.training.optimizers import Optimizers
 from node.training.ranks import Ranks, full_tensor
 from node.training.sampling import sample_tokens
@@ -246,7 +246,7 @@ class InnerLoop:
         for parameter in self._parameters:
             parameter.mul_(1 + ratio)
 
-    def state_tensors(self, device: torch.device = CPU) -> dict[str, Tensor]:
+    def state_tensors(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return `Optimizers.state_tensors` and, with fp16, `scale`: fp32 [2] of (scale, steps since it grew)."""
         tensors = self._optimizers.state_tensors(device)
         if self._scaler.is_enabled():

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from node.config.manifest import InnerConfig
-from node.training.model import CPU
 from node.training.ranks import full_tensor, place_like
 
 MUON_MOMENTUM = 0.95
@@ -66,7 +65,7 @@ class Optimizers:
         for optimizer in self.each:
             optimizer.zero_grad()
 
-    def state_tensors(self, device: torch.device = CPU) -> dict[str, Tensor]:
+    def state_tensors(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Copy the state, fp32: `step` [1] on the cpu, and per state key a vector on `device` in `flatten`'s order.
 
         All values are zero before the first step. Training that continues from loaded tensors gives the same bits.

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -181,6 +182,17 @@ def test_command_succeeds_when_the_pipe_of_its_short_output_is_closed(tmp_path: 
     )  # fmt: skip
     os.close(write_fd)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path, node: FakeNode) -> None:
+    node.answer = 200, {"peers": [peer_row("QmA", name="Zoë \U0001f41d").model_dump(mode="json")]}
+    for options in ((), ("--json",)):
+        done = subprocess.run(
+            [sys.executable, "-m", "node.cli", "peers", *options, "--data-dir", str(tmp_path)],
+            capture_output=True, timeout=60, check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads(done.stdout)["peers"][0]["name"] == "Zoë \U0001f41d"
 
 
 def test_full_disk_is_named_when_the_output_cannot_be_written() -> None:
@@ -396,7 +408,12 @@ def test_pause_reads_a_moment_in_the_time_zone_of_the_running_node(
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("soon", "'soon' is not a moment"), ("0001-01-01T00:00:00+05:00", "date value out of range")]
+    ("text", "problem"),
+    [
+        ("soon", "'soon' is not a moment"),
+        ("25:00", "not a time of the day: write it as 18:30"),
+        ("0001-01-01T00:00:00+05:00", "date value out of range"),
+    ],
 )
 def test_pause_until_an_invalid_moment_is_bad_usage(
     text: str, problem: str, tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
@@ -554,6 +571,44 @@ def test_status_begins_with_run_progress_limits_and_link(
     assert "a run, 12.3% done: 12,345 of 100,000 tokens" in lines[1]
     assert lines[3].split() == ["limits", "upload_mbit_s", "20"]
     assert "dashboard" in lines[4] and lines[4].endswith("/") and TOKEN not in lines[4], "the output is no terminal"
+
+
+def test_watched_status_reaches_a_pipe_line_by_line(tmp_path: Path, node: FakeNode) -> None:
+    command = [sys.executable, "-m", "node.cli", "status", "--watch", "--data-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        lines = [watch.stdout.readline() for _ in range(len(make_status()))]
+        watch.send_signal(signal.SIGINT)
+    assert sum("Round 4 is under way." in line for line in lines) > 1 and watch.returncode == 0
+
+
+@pytest.mark.parametrize("command", ["status", "peers", "steer"])
+def test_answer_of_a_node_of_another_version_is_a_one_line_error(
+    command: str, tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After an upgrade, the node runs on with the old version until it is started again."""
+    answers = {"status": make_status() | {"new": 1}, "peers": {"peers": [{"new": 1}]}, "steer": {"new": 1}}
+    node.answer = 200, answers[command]
+    assert call(command, "--data-dir", str(tmp_path)) == 2
+    told = "diloco-node: The node is of another version than this command: start the node again.\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("command", [("owner",), ("publish",), ("verify", "{}/file"), ("evaluate", "{}")])
+def test_path_that_this_user_may_not_enter_is_a_one_line_error(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stat = Path.stat
+
+    def refuse(path: Path, **options: Any) -> os.stat_result:
+        if "closed" in path.parts:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    words = [word.format(tmp_path / "closed") for word in command]
+    assert call(*words, "--data-dir", str(tmp_path / "closed")) == 2
+    assert re.search("belongs to another user|cannot be read", capsys.readouterr().err)
 
 
 def test_watched_status_is_shown_until_ctrl_c(

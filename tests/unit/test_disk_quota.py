@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -189,3 +191,24 @@ def test_quota_removes_nothing_behind_a_symlink(folder: Folder, tmp_path_factory
     (folder.path / "cache" / "huggingface").symlink_to(others.path / "huggingface")
     folder.quota(20).enforce()
     assert others.names == {"huggingface/hub/blob"}
+
+
+def test_quota_keeps_the_login_at_the_hub_and_hidden_folders_that_are_in_use(folder: Folder) -> None:
+    kept = {folder.put(name, 1, 999) for name in ("cache/huggingface/token", "cache/huggingface/stored_tokens")}
+    kept.add(folder.put("cache/.publish-1.writing/round-3/model.safetensors", 1, 999))
+    with suppress(QuotaError):
+        folder.quota(1).enforce()
+    assert all(path.exists() for path in kept) and "cache/results-a.bin" not in folder.names
+
+
+def test_quota_counts_only_what_it_could_remove(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of another user stay, although the folder says how large they are."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(Path, "unlink", lambda *_: (_ for _ in ()).throw(PermissionError))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    before = folder.names
+    with pytest.raises(QuotaError, match="raise the limit"), folder.quota(60 + RESERVE_BYTES / MB).room(40 * MB):
+        pytest.fail("there is no room")
+    assert folder.names == before and "Removed" not in caplog.text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from node.errors import UsageError
-from node.host.files import LEFT_S, _machine_mark, whole_folder, write_new, write_whole
+from node.host.files import LEFT_S, _machine_mark, scratch_folder, whole_folder, write_new, write_whole
 from tests.unit.disk import disk_that_takes
 
 
@@ -88,3 +88,24 @@ def test_a_new_file_that_a_full_disk_refuses_is_not_in_the_way_of_the_next_try(t
     with pytest.raises(UsageError, match="exists already"):
         write_new(path, "newer")
     assert path.read_text() == "new"
+
+
+def test_a_link_that_somebody_else_has_planted_is_not_followed(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "index.html"
+    victim.write_text("mine")
+    path.with_name("index.html.new").symlink_to(victim)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        write_whole(path, "new")
+    assert victim.read_text() == "mine"
+    write_whole(path, "new")
+    assert (victim.read_text(), path.read_text(), path.is_symlink()) == ("mine", "new", False)
+
+
+def test_scratch_folder_is_removed_and_so_is_what_a_killed_process_has_left(tmp_path: Path) -> None:
+    left = tmp_path / f".publish-{_machine_mark()}-abc.writing"
+    (left / "round-1").mkdir(parents=True)
+    with scratch_folder(tmp_path, "publish") as folder:
+        assert list(tmp_path.iterdir()) == [folder] and folder.name.startswith(".publish-")
+        with scratch_folder(tmp_path, "publish"):
+            assert folder.is_dir(), "it is in use"
+    assert list(tmp_path.iterdir()) == []

@@ -345,3 +345,19 @@ def test_model_folder_keeps_its_meaning_in_another_working_folder(monkeypatch: p
 def test_empty_data_folder_is_refused() -> None:
     assert "should name a folder" in error(environ={"DILOCO_NODE__DATA_DIR": ""})
     assert loaded(flags=["--node.data_dir", "."]).config.node.data_dir == Path.cwd()
+
+
+@pytest.mark.parametrize("text_dir", [".", "", "..", "/d", "/"])
+def test_folder_of_text_that_contains_the_data_folder_is_refused(text_dir: str) -> None:
+    """A run's sources name files in it, so a run could train on the token of the API."""
+    flags = ["--node.data_dir", "/d/a", f"--node.text_dir={text_dir}"]
+    assert "a run could read this node's token" in error(flags=flags)
+
+
+def test_relative_paths_of_a_file_are_absolute_for_a_service(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('[publish]\nto = "pub"\n[api]\ntls_cert = "cert.pem"\ntls_key = "/key.pem"\n[node]\nname = "a"\n')
+    assert settings_as_variables(load(file=file, environ={"HOME": str(tmp_path)}, flags=[]), file) == {
+        "DILOCO_PUBLISH__TO": str(Path("pub").absolute()),
+        "DILOCO_API__TLS_CERT": str(Path("cert.pem").absolute()),
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from node.commands.terminal import LiveView, log_line
 from node.host import logs
+from node.host.logs import make_formatter
 from tests.unit.test_terminal import make_status
 
 
@@ -82,3 +84,12 @@ def test_a_line_feed_in_a_message_cannot_forge_a_log_record() -> None:
 def test_lines_of_a_log_file_do_not_control_the_terminal() -> None:
     record = {"at": "now", "level": "info", "logger": "node", "message": "a\x1b[2J\n12:00 ERROR node: b"}
     assert log_line(record).plain == "now info    node: a\\x1b[2J\n    12:00 ERROR node: b"
+
+
+def test_a_traceback_cannot_forge_a_log_record_or_control_the_terminal() -> None:
+    try:
+        raise ValueError("\x1b[2J\n12:00:00 INFO    node.worker: forged")
+    except ValueError:
+        record = logging.LogRecord("node.x", logging.ERROR, "", 1, "It failed.", (), sys.exc_info())
+    _, *lines = make_formatter("console").format(record).split("\n")
+    assert lines and all(line.startswith("    ") for line in lines) and "\x1b" not in "".join(lines)

@@ -29,29 +29,29 @@ def test_valid_multiaddress_is_unchanged_by_parsing_and_formatting(text: str) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("foo", "is no multiaddress"),
-        ("", "is no multiaddress"),
-        ("/", "is no multiaddress"),
-        ("/ip4/1.2.3.4", "is no multiaddress"),
-        ("/ip4/1.2.3.4/tcp", "is no multiaddress"),
-        ("/ip4/1.2.3.4/tcp/1/", "is no multiaddress"),
-        ("/ip4/1.2.3.4/sctp/1", "is no multiaddress"),
-        ("/ip4/1.2.3.4/tcp/1/quic-v1", "is no multiaddress"),
-        ("/ip4/1.2.3.4/tcp/1/ws", "is no multiaddress"),
-        (f"/ip4/1.2.3.4/tcp/1/p2p/{RSA}/p2p-circuit", "is no multiaddress"),
-        ("/unix/tmp/x", "is no multiaddress"),
-        ("/ip4/1.2.3/tcp/1", "is no IPv4 address"),
-        ("/ip4/01.2.3.4/tcp/1", "is no IPv4 address"),
-        ("/ip6/1.2.3.4/tcp/1", "is no IPv6 address"),
-        ("/ip6/fe80::1%eth0/tcp/1", "is no host"),
-        ("/dns4/-x.org/tcp/1", "is no host"),
-        ("/dns4/a..org/tcp/1", "is no host"),
-        ("/ip4/1.2.3.4/tcp/65536", "is no port"),
-        ("/ip4/1.2.3.4/tcp/-1", "is no port"),
-        ("/ip4/1.2.3.4/tcp/٣", "is no port"),
-        ("/ip4/1.2.3.4/tcp/1/p2p/Qm", "is no peer id"),
-        (f"/ip4/1.2.3.4/tcp/1/p2p/{ED25519[:-1]}", "is no peer id"),
-        (f"/ip4/1.2.3.4/tcp/1/p2p/{ED25519}" + "1" * 9999, "is no peer id"),
+        ("foo", "is not a multiaddress"),
+        ("", "is not a multiaddress"),
+        ("/", "is not a multiaddress"),
+        ("/ip4/1.2.3.4", "is not a multiaddress"),
+        ("/ip4/1.2.3.4/tcp", "is not a multiaddress"),
+        ("/ip4/1.2.3.4/tcp/1/", "is not a multiaddress"),
+        ("/ip4/1.2.3.4/sctp/1", "is not a multiaddress"),
+        ("/ip4/1.2.3.4/tcp/1/quic-v1", "is not a multiaddress"),
+        ("/ip4/1.2.3.4/tcp/1/ws", "is not a multiaddress"),
+        (f"/ip4/1.2.3.4/tcp/1/p2p/{RSA}/p2p-circuit", "is not a multiaddress"),
+        ("/unix/tmp/x", "is not a multiaddress"),
+        ("/ip4/1.2.3/tcp/1", "is not an IPv4 address"),
+        ("/ip4/01.2.3.4/tcp/1", "is not an IPv4 address"),
+        ("/ip6/1.2.3.4/tcp/1", "is not an IPv6 address"),
+        ("/ip6/fe80::1%eth0/tcp/1", "is not a host"),
+        ("/dns4/-x.org/tcp/1", "is not a host"),
+        ("/dns4/a..org/tcp/1", "is not a host"),
+        ("/ip4/1.2.3.4/tcp/65536", "is not a port"),
+        ("/ip4/1.2.3.4/tcp/-1", "is not a port"),
+        ("/ip4/1.2.3.4/tcp/٣", "is not a port"),
+        ("/ip4/1.2.3.4/tcp/1/p2p/Qm", "is not a peer id"),
+        (f"/ip4/1.2.3.4/tcp/1/p2p/{ED25519[:-1]}", "is not a peer id"),
+        (f"/ip4/1.2.3.4/tcp/1/p2p/{ED25519}" + "1" * 9999, "is not a peer id"),
     ],
 )
 def test_invalid_multiaddress_is_refused_with_a_reason(text: str, said: str) -> None:
@@ -89,5 +89,5 @@ def test_host_without_a_port_is_parsed_only_if_there_is_a_default_port(text: str
 
 @pytest.mark.parametrize("text", ["foo", "", "1.2.3", "1.2.3:4", "[::1]", "[::1:5", "::1]:5", "host:", ":5", "a b:5"])
 def test_invalid_host_and_port_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no "):
+    with pytest.raises(ValueError, match=r"is not an? "):
         parse_plain(text, bare_port=5)

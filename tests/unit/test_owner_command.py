@@ -110,7 +110,7 @@ def test_profile_gets_a_higher_number_even_if_the_clock_was_set_back(
         (("token",), "Only the owner's first machine has the token"),
         (("join",), "Paste the token"),
         (("join", "diloco-owner1-x"), "damaged or cut short"),
-        (("leave", "now"), "takes no further word"),
+        (("leave", "now"), "takes no more arguments"),
         (("show", "--team", "x"), "--team belongs to"),
         (("rename",), "invalid choice"),
     ],

@@ -834,6 +834,15 @@ def test_a_long_curve_is_thinned_and_keeps_its_newest_point() -> None:
 # The process beside the worker
 
 
+def test_a_publication_whose_files_were_removed_meanwhile_is_not_published(tmp_path: Path) -> None:
+    """It would count as published for ever, and at the hub it would remove the publication before."""
+    (tmp_path / "round-3").mkdir()
+    store = open_store(parse_publish_address("memory://removed"), token="", part="a")
+    with pytest.raises(MachineError, match="removed while they were published: try again"):
+        store.put("round-3", tmp_path / "round-3")
+    assert not store.has("round-3")
+
+
 class Lines:
     """What a duty's process has written, and why it failed."""
 

@@ -229,6 +229,11 @@ def test_other_systems_are_refused() -> None:
 # Carrying out
 
 
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SETTLE_S", 0.0)
+
+
 @pytest.fixture
 def plan(tmp_path: Path) -> ServicePlan:
     place = Place("Linux", 1000, "ada", tmp_path, tmp_path / "bin/diloco-node")
@@ -240,7 +245,7 @@ def test_files_are_written_for_the_user_only_before_the_service_starts(plan: Ser
     install(plan, commands)
     for file in plan.files:
         assert file.path.read_text() == file.text and file.path.stat().st_mode & 0o777 == file.mode
-    assert commands.called == [shlex.join(command) for command in (plan.linger, *plan.start)]
+    assert commands.called == [shlex.join(command) for command in (plan.linger, *plan.start, plan.is_active)]
     remove(plan, commands)
     assert commands.called[-2:] == ["systemctl --user disable --now diloco-node", "systemctl --user daemon-reload"]
     assert not any(file.path.exists() for file in plan.files)
@@ -257,8 +262,24 @@ def test_service_that_does_not_end_keeps_its_files(plan: ServicePlan) -> None:
 def test_service_starts_although_it_may_not_outlive_the_session(plan: ServicePlan) -> None:
     commands = Commands(loginctl=1)
     assert "ends when you log out, because `loginctl enable-linger ada` failed" in install(plan, commands)
-    assert commands.called[-1] == "systemctl --user restart diloco-node"
+    assert commands.called[-2:] == [
+        "systemctl --user restart diloco-node",
+        "systemctl --user is-active --quiet diloco-node",
+    ]
     assert install(plan, Commands()) == ""
+
+
+def test_service_that_ends_at_once_is_an_error_with_the_place_of_its_log(plan: ServicePlan) -> None:
+    """systemd reports success as soon as the program runs, although another node may hold the data folder."""
+    with pytest.raises(MachineError, match=r"ended right after its start.*journalctl --user-unit diloco-node"):
+        install(plan, lambda command: 3 if "is-active" in command else 0)
+
+
+def test_settings_without_a_unit_are_removed_and_count_as_a_service(plan: ServicePlan) -> None:
+    plan.files[0].path.parent.mkdir(parents=True)
+    plan.files[0].path.write_text(plan.files[0].text)  # As after an install that failed.
+    assert remove(plan, Commands(systemctl=1)) and not plan.files[0].path.exists()
+    assert not remove(plan, Commands(systemctl=1))
 
 
 def test_environment_file_keeps_what_a_second_install_does_not_set(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Node:
     def status(self) -> dict[str, Any]:
         return {"run": {"swarm_round": LAST}, "peers": {"training": 3}}
 
-    def amendments(self) -> dict[str, Any]:
+    def governance(self) -> GovernanceInfo:
         run = self.settings
         return GovernanceInfo(
             run=RUN,
@@ -65,7 +65,7 @@ class Node:
             )
             + self.pending,
             refused=tuple(self.refused),
-        ).model_dump(mode="json")
+        )
 
     def submit_amendment(self, signed: dict[str, Any]) -> dict[str, Any]:
         amendment = SignedAmendment.model_validate(signed)
@@ -217,7 +217,7 @@ def test_a_pending_rollback_can_be_replaced(node: Node, home: Path, capsys: pyte
         (("amend", "inner.sequence_length=5000"), "longer than"),
         (("amend", "round.min_peers=4"), "more than the 3 members that are here"),
         (("amend", "total_tokens=1000"), "trained on 1000 tokens: to end it, run `diloco-node steer stop`"),
-        (("pause", "now"), "takes no further word"),
+        (("pause", "now"), "takes no more arguments"),
         (("sign",), "Name one file"),
         (("show", "--from-round", "9"), "belong to"),
         (("pause", "--key", "/nowhere/key"), "There is no key"),
@@ -295,6 +295,14 @@ def test_two_of_three_keys_sign_a_file(
     assert "holds no amendment" in capsys.readouterr().err
 
 
+def test_founder_goes_back_to_the_start_of_the_run(node: Node, home: Path) -> None:
+    folder = home / "checkpoints" / "round--0000001"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(json.dumps({"body": {"state_digest": "ef" * 32}}))
+    assert steer(home, "rollback", "-1") == 0
+    assert decode_list(node.accepted)[0].signed.amendment.to_round == -1
+
+
 def test_founder_goes_back_to_a_checkpoint_of_its_node(
     node: Node, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,7 +312,7 @@ def test_founder_goes_back_to_a_checkpoint_of_its_node(
     assert steer(home, "rollback", "11") == 2
     assert "no checkpoint of round 11: choose one of 12." in capsys.readouterr().err
     assert steer(home, "rollback", "x") == steer(home, "rollback") == 2
-    assert "'x' is no number of a round" in capsys.readouterr().err
+    assert "no checkpoint of round x: choose one of 12." in capsys.readouterr().err
     assert steer(home, "rollback", "12") == 0
     assert node.changes == [("rollback to round 12", LAST + 4)]
     assert decode_list(node.accepted)[0].signed.amendment.state == "ef" * 32
