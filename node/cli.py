@@ -454,7 +454,7 @@ def _found_from(call: Call) -> Any:
 
 
 def _status(call: Call) -> int:
-    from node.commands.client import Client
+    from node.commands.client import Client, read_answer
 
     client = Client(call.data_dir)
     if call.args.json:
@@ -466,7 +466,7 @@ def _status(call: Call) -> int:
     from node.status import Status
 
     def text() -> Text:
-        status = client.read(Status, client.status())
+        status = read_answer(Status, client.status())
         return describe(status, dashboard_link(call.data_dir, pid=None, has_token=sys.stdout.isatty()))
 
     printer = Printer(soft_wrap=True, highlight=False)
@@ -521,16 +521,15 @@ def _runs(call: Call) -> int:
 
 
 def _peers(call: Call) -> int:
-    from node.commands.client import Client
+    from node.commands.client import Client, read_answer
     from node.commands.terminal import Printer, describe_groups, describe_peers
     from node.status import PeerRow
 
-    client = Client(call.data_dir)
-    found = client.peers()
+    found = Client(call.data_dir).peers()
     if call.args.json:
         print(json.dumps(found, indent=2))
         return 0
-    rows = [client.read(PeerRow, row) for row in found["peers"]]
+    rows = [read_answer(PeerRow, row) for row in found["peers"]]
     Printer().print(describe_groups(rows, call.args.by) if call.args.by else describe_peers(rows))
     return 0
 

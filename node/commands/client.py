@@ -63,6 +63,14 @@ def _is_locked(data_dir: Path) -> bool:
     return False
 
 
+def read_answer(kind: type[T], answer: dict[str, Any]) -> T:
+    """Read a node's answer. Raises UsageError if the node is of another version, as it is after an upgrade."""
+    try:
+        return kind.model_validate(answer)
+    except ValidationError as exc:
+        raise UsageError("The node is of another version than this command: start the node again.") from exc
+
+
 class Client:
     """Calls the API of one node. Raises UsageError when no node answers, or when it refuses.
 
@@ -94,15 +102,7 @@ class Client:
 
     def governance(self) -> GovernanceInfo:
         """Who may amend the run, and its amendments."""
-        return self.read(GovernanceInfo, self._call("GET", "/api/v1/amendments"))
-
-    @staticmethod
-    def read(kind: type[T], answer: dict[str, Any]) -> T:
-        """Read an answer. Raises UsageError if the node is of another version, as it is after an upgrade."""
-        try:
-            return kind.model_validate(answer)
-        except ValidationError as exc:
-            raise UsageError("The node is of another version than this command: start the node again.") from exc
+        return read_answer(GovernanceInfo, self._call("GET", "/api/v1/amendments"))
 
     def submit_amendment(self, signed: dict[str, Any]) -> dict[str, Any]:
         return self._call("POST", "/api/v1/amendments", signed)

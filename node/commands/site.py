@@ -7,7 +7,7 @@ from pathlib import Path
 
 from node.api.public_page import STYLE, render
 from node.api.public_run import PublicRun
-from node.commands.client import Client
+from node.commands.client import Client, read_answer
 from node.errors import UsageError
 from node.host.files import write_whole
 
@@ -75,7 +75,7 @@ def _write(run: PublicRun, folder: Path) -> None:
 
 def _read(client: Client) -> PublicRun:
     """The run of a node that answers. Raises UsageError, also if the node has none."""
-    run = client.read(PublicRun, client.public())
+    run = read_answer(PublicRun, client.public())
     if not run.manifest_hash:
         raise UsageError("The node has not joined a run yet: wait until `diloco-node status` shows one.")
     return run
