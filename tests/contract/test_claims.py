@@ -121,7 +121,7 @@ def test_few_wrong_claims_of_a_member_are_checked(swarm: Swarm, monkeypatch: pyt
         return read(*args)
 
     monkeypatch.setattr(Voter, "read_accepted", count)
-    for _ in range(5):
+    for _ in range(MAX_REFUSED_CLAIMS + 3):
         with pytest.raises(PeerError, match="has not voted"):
             _call(member, second, "attend", claiming(join, claim | {"vote": ""}))
     assert len(checks) == MAX_REFUSED_CLAIMS

@@ -115,7 +115,7 @@ def test_addresses_with_host_names_from_bootstrap_cache_and_records_are_dialed(s
 
 def test_unreachable_addresses_of_a_peer_do_not_delay_the_connection(swarm: Swarm) -> None:
     host, other = swarm.hosts(2)
-    nowhere = [f"/ip4/198.18.0.{n}/tcp/9/p2p/{other.peer_id}" for n in range(MAX_DIALED - 1)]
+    nowhere = [f"/ip4/203.0.113.{n}/tcp/9/p2p/{other.peer_id}" for n in range(MAX_DIALED - 1)]
     began_at_s = time.monotonic()
     assert host.do(host.wire.connect([*nowhere, *other.addresses()])) == other.peer_id  # type: ignore[attr-defined]
     assert time.monotonic() - began_at_s < CONNECT_TIMEOUT_S - 1.0
@@ -193,7 +193,7 @@ def test_invalid_addresses_are_not_saved_and_do_not_end_the_search(swarm: Swarm,
     cache.write_text(json.dumps({"addresses": bad}))
     finder = Finder(host, cache, bootstrap=[f"/garbage/p2p/{new_identity().peer_id}"])
     assert not finder.bootstrap()
-    assert "is no peer's address" in finder.discovery.last_problem
+    assert "is not a peer's address" in finder.discovery.last_problem
     finder.hear(other, 2, bad)
     assert json.loads(cache.read_text())["addresses"] == bad
     finder.hear(other, 3, [*bad, *other.addresses()])
@@ -276,7 +276,7 @@ def test_a_node_dials_only_a_few_of_the_missing_peers_at_a_time(
 ) -> None:
     host, neighbour = swarm.hosts(2)
     cache = tmp_path / "peers.json"
-    known = [f"/ip4/198.18.0.{n}/tcp/9/p2p/{new_identity().peer_id}" for n in range(40)]
+    known = [f"/ip4/203.0.113.{n}/tcp/9/p2p/{new_identity().peer_id}" for n in range(40)]
     cache.write_text(json.dumps({"addresses": known}))
     finder = Finder(host, cache, bootstrap=neighbour.addresses())
     Finder(neighbour, tmp_path / "neighbour.json")

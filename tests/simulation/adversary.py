@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
+from node.diloco.aggregate import norm_bound
 from node.diloco.digest import leaf_hashes, root_digest
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.chain.chain import Tip
@@ -19,6 +22,7 @@ from node.swarm.messages import (
     RoundOutcome,
     accept,
     parse,
+    read_join,
     results_root,
     sign,
 )
@@ -142,6 +146,47 @@ class FalseClaim(Adversary):
         claiming = parse(Join, join.text).model_copy(update={"accepted": proof.outcome.hash})
         header = dict(message.header) | {"join": sign(self.node.identity, claiming).model_dump()}
         return replace(message, header=header, blobs=[claim.model_dump_json().encode()])
+
+
+class ForgedClaim(Adversary):
+    """As a reducer, ends attempts. Then it claims to have accepted an outcome of their plan that it has made itself."""
+
+    def __post_init__(self) -> None:
+        self.forged: set[str] = set()
+        """Hashes of these outcomes."""
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        return Message({"arrived": 0}) if verb == "collect" else message
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        number = message.header.get("attempt")
+        if verb != "attend" or not number:
+            return message
+        given = [a.given for n, a in sorted(self.node.participant.ballot._attempts.items()) if n < number and a.given]
+        if not given:
+            return message
+        outcome, hashes = self._outcome_of(given[-1])
+        self.forged.add(outcome.hash)
+        vote = accept(self.node.identity, outcome.hash, given[-1].attempt)
+        claim = AcceptedOutcome(attempt=given[-1].attempt, outcome=outcome, hashes=hashes, vote=vote)
+        join = parse(Join, message.header["join"]["text"]).model_copy(update={"accepted": outcome.hash})
+        header = dict(message.header) | {"join": sign(self.node.identity, join).model_dump()}
+        return replace(message, header=header, blobs=[claim.model_dump_json().encode()])
+
+    def _outcome_of(self, plan: Plan) -> tuple[Document, str]:
+        """An outcome with as few members as are allowed, and the largest mean that they would not refuse."""
+        ctx, me = self.node.participant.ctx, self.node.peer_id
+        others = [peer for peer in plan.members if peer != me]
+        included = sorted([me, *others[: (len(plan.members) + 1) // 2 - 1]])
+        joins = {join.signer: read_join(join) for join in plan.joins}
+        bound = norm_bound([joins[peer].tokens for peer in included], [joins[peer].norm for peer in included])
+        layout = ctx.rules.layout_at(ctx.next_round)
+        sizes = [end - start for start, end in layout.bounds]
+        chunks = [layout.codec.encode(torch.full((size,), 0.99 * bound / sum(sizes) ** 0.5)) for size in sizes]
+        hashes = [chunk_hash(chunk) for chunk in chunks]
+        ctx.results.hold(hashes, chunks)
+        outcome = RoundOutcome(round=ctx.next_round, plan=plan, included=tuple(included), results=results_root(hashes))
+        return sign(self.node.identity, outcome), b"".join(hashes).hex()
 
 
 class LonePlan(Adversary):
@@ -302,6 +347,7 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
         Silence,
         FalseNorm,
         FalseClaim,
+        ForgedClaim,
         ForgedCommit,
         HeavyFork,
         FarAhead,

@@ -8,15 +8,16 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from tests.simulation.adversary import ADVERSARIES
+from tests.simulation.adversary import ADVERSARIES, ForgedClaim
 from tests.simulation.chart import chart
 from tests.simulation.invariants import joined_spans, separates
+from tests.simulation.network import Line
 from tests.simulation.run import simulate
-from tests.simulation.scenario import Fault, draw
+from tests.simulation.scenario import QUIET_S, Fault, Scenario, draw
 from tests.simulation.shrink import shrink
 
 SEEDS, PER_TEST = 240, 30
@@ -92,6 +93,22 @@ def test_none_of_many_simulated_seeds_violates_an_invariant() -> None:
 def test_one_hostile_node_neither_forks_nor_stops_the_others(hostile: str) -> None:
     reports = [simulate(replace(draw(seed), hostile=hostile))[0] for seed in range(5)]
     assert {report.seed: report.violations for report in reports if report.violations} == {}
+
+
+def test_no_member_dictates_the_mean_by_claiming_a_forged_outcome_of_a_true_plan() -> None:
+    """A leader that had got the plan itself proposed the outcome, and all members that had got it voted for it."""
+    nodes = 7
+    calm = Scenario(
+        seed=3, step_s=(0.2,) * nodes, lines=(Line(),) * nodes, join_at_s=(0.0,) * nodes, founders=nodes, faults=(),
+        hostile="ForgedClaim", length_s=QUIET_S + 60.0, min_peers=2, quorum_ratio=0.5, policy="time", disk_s=0.001,
+        inner_steps=15,
+    )  # fmt: skip
+    report, world = simulate(calm)
+    *honest, hostile = world.nodes
+    forged = cast("ForgedClaim", hostile.wire.adversary).forged
+    assert report.violations == [] and forged
+    committed = {link.head for node in honest for link in node.chain.tip.links}
+    assert len(committed) >= 5 and not committed & forged
 
 
 @pytest.mark.parametrize("seed", [pytest.param(3049, id="an outcome is proposed again")])

@@ -62,8 +62,6 @@ class Attempt:
     checked_claims: dict[tuple[Document, str, int], RoundOutcome] = field(default_factory=dict)
     """Valid outcomes, by document, chunk hashes and attempt of the vote. The hash of a document does not cover its
     signer, so it is no key."""
-    refused_claims: dict[str, list[PeerError]] = field(default_factory=dict)
-    """Why claims of each member to have accepted an outcome were refused."""
     attended_at_s: dict[str, float] = field(default_factory=dict)
     """When each member that has joined at this node last attended."""
     plan: Document | None = None
@@ -196,6 +194,8 @@ class Ballot:
         rounds."""
         self._accusers: dict[str, dict[str, int]] = {}
         """For each reducer, the leaders that accused it and the round in which they did. Kept for LATELY rounds."""
+        self.refused_claims: dict[str, list[PeerError]] = {}
+        """Why claims of each member to have accepted an outcome were refused in this round."""
         self.joined_at: dict[str, int] = {}
         """Peer id to the round in which the peer last sent a join. Kept for LATELY rounds."""
 
@@ -229,6 +229,14 @@ class Ballot:
         if not isinstance(number, int) or not 0 <= number <= self.number + MAX_AHEAD:
             raise PeerError("a message has no valid attempt number")
         return number
+
+    def contradicts_plan(self, outcome: RoundOutcome, signer: str) -> bool:
+        """Whether an outcome of an earlier attempt is not of the plan that this node has got in that attempt, or not of
+        that plan's leader. Any member of a plan could sign an outcome of it."""
+        attempt = self._attempts.get(outcome.plan.attempt)
+        if attempt is None or attempt.given is None:
+            return False
+        return attempt.given != outcome.plan or attempt.leader != signer
 
     async def save(self, parent: str, lowest_attempt: int, chunks: Sequence[bytes] | None = None) -> None:
         """Write to the disk in which attempts this node may still act, and its vote, so that a crash loses neither.
@@ -348,6 +356,7 @@ class Ballot:
         self._attempts, self.number = {}, self._chain.store.lowest_attempt(self._chain.tip.head)
         self.mine, self.accepted, self.suspensions_at_vote = None, None, None
         self.omitted, self.distrusts_reducers = set(), False
+        self.refused_claims.clear()
         self._raised.clear()
         oldest = self._chain.tip.round - LATELY
         self.joined_at = {peer: round_ for peer, round_ in self.joined_at.items() if round_ >= oldest}

@@ -23,6 +23,7 @@ from node.swarm.consensus.depositary import Depositary, check_chunks
 from node.swarm.consensus.leader import Leader
 from node.swarm.consensus.voter import Voter
 from node.swarm.messages import (
+    MAX_MEMBERS,
     Document,
     Join,
     accepted_by,
@@ -36,8 +37,8 @@ MAX_AT_ONCE = 4
 """Limit on concurrent request bodies of one verb from one caller. Bodies of failed attempts may still be arriving."""
 MAX_AVERAGES = 2
 """Limit on concurrent averages for one caller. That of a failed attempt may still be running."""
-MAX_REFUSED_CLAIMS = 2
-"""Limit on the wrong claims of one member that are checked in one attempt."""
+MAX_REFUSED_CLAIMS = 8
+"""Limit on the wrong claims of one member that are checked in one round."""
 MAX_FETCHES = 2
 """Limit on concurrent fetches of one caller. `ResultCache.reserve` limits what all callers hold together."""
 
@@ -108,6 +109,8 @@ class Handlers:
         if not leads and self.ballot.release(number, caller):
             return Message({"status": "elsewhere"})
         attempt = self.ballot.attended(number, caller)
+        if len(attempt.joins) >= MAX_MEMBERS and not self.ctx.peer_table.is_member(caller):
+            raise PeerError("too many peers have joined this attempt", code="round_failed")
         self._take_claim(message.blobs, caller, join, attempt)
         if caller not in attempt.joins:
             attempt.has_join.set()
@@ -127,13 +130,16 @@ class Handlers:
     def _take_claim(self, claims: Sequence[bytes], caller: str, join: Join, attempt: Attempt) -> None:
         """Keep the outcome that a member has accepted. Raises PeerError if it is not valid, or not that of the join.
 
-        Only the first claim counts: an honest member sends at most one.
+        Only the first claim counts: an honest member sends at most one. Claims of peers without a say are ignored, as
+        the leader does not ask them.
 
         A check of a thousand signatures takes a tenth of a second, so a member gets MAX_REFUSED_CLAIMS of them.
         """
         known = attempt.proposals.get(caller)
         if claims and known is None:
-            refused = attempt.refused_claims.setdefault(caller, [])
+            if caller not in self.ctx.electorate().deciding:
+                return
+            refused = self.ballot.refused_claims.setdefault(caller, [])
             if len(refused) >= MAX_REFUSED_CLAIMS:
                 raise PeerError(str(refused[-1]), code=refused[-1].code)
             try:

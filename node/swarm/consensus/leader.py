@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 from node.errors import PeerError, RoundFailed, SwarmError
@@ -23,6 +23,7 @@ from node.swarm.consensus.group_closing import Gathering, judge, left_out
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import (
     HASH_BYTES,
+    MAX_MEMBERS,
     AcceptedOutcome,
     Plan,
     Proof,
@@ -121,7 +122,8 @@ class Leader:
 
     def _tokens(self, attempt: Attempt) -> dict[str, int]:
         absent = self._gone_on(attempt) | self._ballot.omitted
-        return {peer: read_join(join).tokens for peer, join in attempt.joins.items() if peer not in absent}
+        here = self._ctx.live_members() - absent  # A stranger may join as well.
+        return {peer: read_join(join).tokens for peer, join in attempt.joins.items() if peer in here}
 
     def _gone_on(self, attempt: Attempt) -> set[str]:
         """Members of this round that have gone to a later attempt, and take no part in this one."""
@@ -157,7 +159,9 @@ class Leader:
         for one in claims.by_precedence():
             claim = by_outcome[one.outcome]
             outcome = parse(RoundOutcome, claim.outcome.text)
-            if one.outcome in doubted or not electorate.suffice(one.supporters):
+            contradicts = self._ballot.contradicts_plan(outcome, claim.outcome.signer)
+            supporters = one.claimants if contradicts else one.supporters
+            if one.outcome in doubted or not electorate.suffice(supporters):
                 continue
             try:
                 included = included_joins(outcome, joins_of(claim.outcome))
@@ -177,7 +181,7 @@ class Leader:
 
     async def _plan(self, attempt: Attempt) -> Plan:
         """Fix the group and make its plan. Each member gets the plan as the answer to its pending `attend` call."""
-        joins = [attempt.joins[peer] for peer in sorted(self._here(attempt) - self._ballot.omitted)]
+        joins = [attempt.joins[peer] for peer in self._at_most(self._here(attempt) - self._ballot.omitted)]
         declared = {join.signer: read_join(join) for join in joins}
         alone = list(declared) == [self._ctx.me]
         reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
@@ -313,7 +317,7 @@ class Leader:
         A member that joins after the group was closed belongs to the group only if it accepts: its vote counts, and its
         silence does not.
         """
-        group = set(attempt.joins) & self._ctx.live_members()
+        group = set(self._at_most(set(attempt.joins) & self._ctx.live_members()))
         if len(group) < self._ctx.rules.closing.min_peers:
             raise RoundFailed("too few members are left to accept the result", code="too_few_peers")
         attempt.proposal = accepted
@@ -324,7 +328,9 @@ class Leader:
             attempt.has_vote.clear()
             await first((attempt.has_vote,), LOOK_S)
             eligible = self._ctx.live_members() | self._ctx.electorate().contributors
-            accepts = {peer: vote for peer, vote in attempt.votes.items() if vote and peer in eligible}
+            late = self._at_most(eligible & attempt.votes.keys() - group)[: MAX_MEMBERS - len(group)]
+            counted = eligible & group | set(late)
+            accepts = {peer: vote for peer, vote in attempt.votes.items() if vote and peer in counted}
             ratified = self._is_ratified(group, accepts)
             if ratified:
                 until_s = min(until_s, self._ctx.clock() + MORE_VOTES_S)
@@ -355,6 +361,11 @@ class Leader:
         since_s = self._ctx.clock() - self._ctx.peer_table.timings.hold_s - CALL_S
         attending = {peer for peer in attempt.joins if attempt.attended_at_s.get(peer, -math.inf) >= since_s}
         return attending & self._ctx.live_members() - self._gone_on(attempt)
+
+    def _at_most(self, peers: Iterable[str]) -> list[str]:
+        """At most MAX_MEMBERS of these peers in the order of their ids. The last contributors come before others."""
+        first = sorted(peers, key=lambda peer: (peer not in self._ctx.chain.tip.last_weights, peer))
+        return sorted(first[:MAX_MEMBERS])
 
     def _is_ratified(self, group: Collection[str], accepts: Collection[str]) -> bool:
         """Whether a majority of the group and a quorum of the last contributors, in the group or not, have voted."""

@@ -74,7 +74,8 @@ class Voter:
     def _check_plan(self, attempt: Attempt, document: Document, outcome: RoundOutcome) -> None:
         """Raise PeerError if an outcome is of another plan than its leader has sent, or of too few members.
 
-        For an outcome of an earlier attempt, those that have accepted it count as well.
+        For an outcome of an earlier attempt, those that have accepted it count as well. If it contradicts the plan of
+        that attempt, only they count.
         """
         if outcome.plan.attempt == attempt.number and attempt.given is not None:
             if outcome.plan != attempt.given:
@@ -86,7 +87,8 @@ class Voter:
             for peer, (number, vote) in attempt.support.items()
             if number < attempt.number and accepted_by(peer, head, number, vote)
         }
-        if not self.ctx.electorate().suffice(earlier.union(outcome.plan.members)):
+        members = () if self.ballot.contradicts_plan(outcome, document.signer) else outcome.plan.members
+        if not self.ctx.electorate().suffice(earlier.union(members)):
             raise PeerError("an outcome is of too few of the last round's members", code="unsupported")
 
     def _may_replace(self, outcome: RoundOutcome, head: str) -> bool:

@@ -25,10 +25,13 @@ _IP_KINDS, _NAME_KINDS = ("ip4", "ip6"), ("dns", "dns4", "dns6")
 _LOCAL_NETWORKS = tuple(
     map(
         ipaddress.ip_network,
-        ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7", "fe80::/10"),
+        (
+            "10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16", "192.0.0.0/24",
+            "198.18.0.0/15", "240.0.0.0/4", "fc00::/7", "fe80::/10", "fec0::/10",
+        ),
     )
-)
-"""Private, carrier-grade NAT and link-local networks."""
+)  # fmt: skip
+"""Private, carrier-grade NAT and link-local networks, and those that proxies and translators use on one machine."""
 
 
 class Scope(IntEnum):

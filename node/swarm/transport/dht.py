@@ -51,6 +51,9 @@ MOST_NODES = 4000
 """Limit on the ids in the routing table of a DHT."""
 MAX_RECORDS = 256
 """Limit on the records under one key. A reply with all of them, 4 kB each, is shorter than MAX_REPLY_BYTES."""
+MOST_INVALID = 8
+"""After so many invalid records, the rest of a dictionary is dropped. Each may cost the check of a signature."""
+ID_BYTES = DHTID.HASH_NBYTES
 MAX_LIFE_S = 300.0
 """No record in either DHT expires later than this from now."""
 
@@ -101,6 +104,12 @@ class GuardedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
                 raise ValueError("a request to the DHT is too long")
             if type(request).__name__ == "FindRequest" and len(set(keys)) < len(keys):
                 raise ValueError("a request to the DHT repeats a key")  # The reply would be many times as long.
+            # hivemind would answer with its cache instead of what it stores. It logs a traceback for a wrong id.
+            if any(getattr(request, "in_cache", ())):
+                raise ValueError("a request to the DHT stores in the cache")
+            node_id = request.peer.node_id if hasattr(request, "peer") else b""
+            if len(node_id) not in (0, ID_BYTES) or any(len(key) != ID_BYTES for key in keys):
+                raise ValueError("a request to the DHT has an id of the wrong length")
             reply = await handler(request, context)
             if reply.ByteSize() > MAX_REPLY_BYTES:
                 raise ValueError("a reply of the DHT is too long")
@@ -260,9 +269,14 @@ def _drop_invalid_records(protocol: DHTProtocol) -> None:
     """
 
     def keep_valid(key: bytes, dictionary: DictionaryDHTValue) -> bool:
+        invalid = 0
         with dictionary.freeze():
-            for subkey, (value, expires_at) in list(dictionary.items()):
-                if not protocol._validate_record(key, protocol.serializer.dumps(subkey), value, expires_at):
+            for place, (subkey, (value, expires_at)) in enumerate(list(dictionary.items())):
+                is_checked = place < MAX_RECORDS and invalid < MOST_INVALID
+                if not (
+                    is_checked and protocol._validate_record(key, protocol.serializer.dumps(subkey), value, expires_at)
+                ):
+                    invalid += 1
                     del dictionary[subkey]
         return bool(dictionary)
 

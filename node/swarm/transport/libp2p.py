@@ -379,11 +379,10 @@ class Libp2pWire:
         """Open a stream for another peer's circuit over an existing connection. Raises PeerError."""
         try:
             async with asyncio.timeout(CIRCUIT_S):
-                if peer_id in await self.connected():
-                    return await self._open(peer_id, RELAYED_PROTOCOL)
+                await self._ensure_connected(peer_id, dial=False)
+                return await self._open(peer_id, RELAYED_PROTOCOL)
         except (*DAEMON_ERRORS, *MALFORMED_ERRORS) as exc:
             raise PeerError(f"the relay does not reach peer {peer_id[-6:]}", code="unreachable") from exc
-        raise PeerError(f"the relay has no connection to {peer_id[-6:]}", code="not_dialed")
 
     # incoming streams
 
@@ -426,6 +425,10 @@ class Libp2pWire:
 
     async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         caller = info.peer_id.to_base58()
+        if list(self._streams.values()).count(caller) >= 2 * STREAMS_PER_CALLER:  # It does not heed the refusals.
+            abort(writer)
+            self._note_stall(caller)
+            return
         with self._track_stream(caller, writer, peer=caller):
             await self._answer(caller, reader, writer)
 
@@ -566,7 +569,9 @@ class Libp2pWire:
         """
         peers = {address: peer_id for address in addresses if (peer_id := peer_of(address))}
         if not peers:
-            reason = f"{printable(addresses[0], 100)} is no peer's address" if addresses else "the peer has no address"
+            reason = (
+                f"{printable(addresses[0], 100)} is not a peer's address" if addresses else "the peer has no address"
+            )
             raise PeerError(reason, code="unreachable")
         peer_id = next(iter(peers.values()))
         dialed, skipped = select_addresses(list(peers), self.local_addresses)
@@ -579,6 +584,7 @@ class Libp2pWire:
                 listener = await find_listener(endpoints, CONNECT_TIMEOUT_S, peer_id, self.own_hosts)
                 if listener is None:
                     raise failure
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):  # Both take several round trips, of up to 0.8 s.
                 await self._client.connect(peer_id, [Multiaddr(listener.address)])
         except (*DAEMON_ERRORS, ValueError) as exc:
             raise failure from exc
