@@ -65,13 +65,15 @@ class FarAway(Adversary):
         return message
 
 
-def start_far_away(world: World, node: SimulatedNode, at_s: float, chain: Handler) -> None:
+def start_far_away(
+    world: World, node: SimulatedNode, at_s: float, chain: Handler, kind: type[FarAway] = FarAway
+) -> None:
     """Start a hostile node. From `at_s` on, it claims to be far away and answers `chain` with this handler."""
     node.hostility = "Silence"
     world._start(node)
 
     def attack() -> None:
-        node.wire.adversary = FarAway(node, random.Random(0))
+        node.wire.adversary = kind(node, random.Random(0))
         node.wire.serve({"chain": Service(chain, Channel.STATE)})
 
     world.loop.call_at(at_s, attack)

@@ -17,7 +17,7 @@ from tests.simulation.keys import simulated_identity
 from tests.simulation.network import Line
 from tests.simulation.run import World
 from tests.simulation.scenario import Fault
-from tests.simulation.staged import are_on_one_chain, run, scenario, start_far_away
+from tests.simulation.staged import FarAway, are_on_one_chain, run, scenario, start_far_away
 
 
 @pytest.mark.parametrize("download_s", [(10.0, 18.0), (0.0, 0.0)])
@@ -68,6 +68,36 @@ def test_a_hostile_member_with_empty_answers_hides_neither_a_fork_nor_newer_roun
 
     world = run(one, prepare)
     assert are_on_one_chain(world.nodes[:4]) and world.nodes[3].chain.tip.round > 15
+
+
+class PausedFarAway(FarAway):
+    """Claims to be paused, so it is a member of no round, but others ask it for newer rounds."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        self.node.peer_table.update_own(phase=Phase.PAUSED)
+        return super().request(receiver, verb, message)
+
+
+def test_a_node_that_restarts_does_not_wait_for_strangers_that_never_answer() -> None:
+    """They claim more than the members, so they were asked first, one after the other, for 20 s each."""
+    one = scenario(7, (0,), 0.1, 100.0, founders=4)
+    is_training: list[bool] = []
+
+    async def hang(_caller: str, _message: Message) -> Message:
+        await asyncio.sleep(1000.0)
+        return Message()
+
+    def prepare(world: World) -> None:
+        for node in world.nodes[:4]:
+            world._start(node)
+        for node in world.nodes[4:]:
+            start_far_away(world, node, 5.0, hang, PausedFarAway)
+        world.loop.call_at(40.0, world.nodes[1].crash)
+        world.loop.call_at(50.0, world._start, world.nodes[1])
+        world.loop.call_at(60.0, lambda: is_training.append(world.nodes[1].is_training))
+
+    run(one, prepare)
+    assert is_training == [True]
 
 
 @pytest.mark.slow

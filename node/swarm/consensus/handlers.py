@@ -136,9 +136,9 @@ class Handlers:
         A check of a thousand signatures takes a tenth of a second, so a member gets MAX_REFUSED_CLAIMS of them.
         """
         known = attempt.proposals.get(caller)
+        if known is None and caller not in self.ctx.electorate().deciding:
+            return
         if claims and known is None:
-            if caller not in self.ctx.electorate().deciding:
-                return
             refused = self.ballot.refused_claims.setdefault(caller, [])
             if len(refused) >= MAX_REFUSED_CLAIMS:
                 raise PeerError(str(refused[-1]), code=refused[-1].code)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -183,10 +183,10 @@ class CatchUp:
         """Catch up once, at the start. If a peer is at the same head, take over the age of the round from it."""
         tokens = self._ctx.chain.tip.state.tokens
         serving = [r for r in self._peer_table.others() if r.phase in SERVING_PHASES and r.swarm_tokens >= tokens]
-        await self.replay(sorted(serving, key=_progress, reverse=True))
+        await self.replay(self._by_trust(serving))
 
     def _peers_elsewhere(self) -> list[PeerRecord]:
-        """Peers that may be on a better chain; most tokens first.
+        """Peers that may be on a better chain.
 
         These are peers that claim more tokens, or equal tokens and a smaller head, and peers on a side branch that left
         this chain within the rounds that this node knows.
@@ -200,7 +200,12 @@ class CatchUp:
             return record.round >= oldest or (-record.swarm_tokens, record.head) < (-tip.state.tokens, tip.head)
 
         elsewhere = [record for record in self._peer_table.others() if may_be_better(record)]
-        return sorted(elsewhere, key=_progress, reverse=True)
+        return self._by_trust(elsewhere)
+
+    def _by_trust(self, records: Iterable[PeerRecord]) -> list[PeerRecord]:
+        """The last contributors first, then who claims the most. A stranger may claim much and never answer."""
+        known = self._ctx.chain.tip.last_weights
+        return sorted(records, key=lambda record: (record.peer_id in known, *_progress(record)), reverse=True)
 
     async def replay(self, peers: Sequence[PeerRecord]) -> bool:
         """Ask these peers in turn for rounds after this node's head, and adopt the rounds of the first that has some.
