@@ -325,7 +325,7 @@ def test_a_command_that_fails_is_logged(
         ({"webhook": "ftp://example.org"}, "begins with http"),
         ({"ntfy": "my-topic"}, "begins with http"),
         ({"webhook": "http://host/my topic"}, "begins with http"),
-        ({"webhook": "http://host:abc/x"}, "no URL"),
+        ({"webhook": "http://host:abc/x"}, "not a URL"),
         ({"webhook": "https://me:secret@host/x"}, "user name"),
         ({"command": "say 'hello"}, "close its quotes"),
         ({"command": "  "}, "blank"),
