@@ -53,7 +53,8 @@ class NodeConfig(Section):
     data_dir: Annotated[Path, BeforeValidator(_check_folder_name)] = Path("~/.local/share/diloco-node")
     """Folder for identity, checkpoints and history. Only one node at a time can use it."""
     text_dir: Path = Path("text")
-    """Folder of the files that a run's sources name. A relative path is below `data_dir`."""
+    """Folder of the files that a run's sources name. A relative path is below `data_dir`. It must not contain
+    `data_dir`."""
     persist: bool = False
     """Keep the dashboard and API running after `leave`, `drain`, the run's end or a fatal error, until `resume`. The
     container image sets it, because an engine restarts a container that ends."""

@@ -24,6 +24,8 @@ const PHASES: Record<Phase, State> = {
   error: { word: "Error", meaning: "The node stopped with an error. Fix the cause, then resume." },
 };
 
+const RUN_OVER: Partial<State> = { meaning: "The run is over. Thank you. The node stops by itself." };
+
 /** Codes with their own word within a phase. */
 const CODES: Record<string, Partial<State>> = {
   "training/relay": { word: "Relaying", meaning: "The relay helps members find and reach each other. A relay does not train." },
@@ -36,8 +38,8 @@ const CODES: Record<string, Partial<State>> = {
   "paused/on_battery": { meaning: "The machine runs on battery. Training resumes when the charger is connected." },
   "paused/user_active": { meaning: "You are using the machine. Training resumes when you are away." },
   "paused/traffic_limit": { meaning: "Even a paused member has traffic, so the node is not in the swarm. Resume ignores the limit this month." },
-  "draining/run_complete": { meaning: "The run is over. Thank you. The node stops by itself." },
-  "draining/publishing": { meaning: "The run is over. Thank you. The node stops by itself." },
+  "draining/run_complete": RUN_OVER,
+  "draining/publishing": RUN_OVER,
   "stopped/run_complete": { word: "Complete", meaning: "The run is over. Thank you." },
 };
 

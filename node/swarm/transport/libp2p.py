@@ -425,7 +425,7 @@ class Libp2pWire:
 
     async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         caller = info.peer_id.to_base58()
-        if list(self._streams.values()).count(caller) >= 2 * STREAMS_PER_CALLER:  # It does not heed the refusals.
+        if self._count_streams(caller) >= 2 * STREAMS_PER_CALLER:  # It does not heed the refusals.
             abort(writer)
             self._note_stall(caller)
             return
@@ -466,9 +466,12 @@ class Libp2pWire:
             del self._stalls[peer]
             self._drop_soon(peer)
 
+    def _count_streams(self, caller: str) -> int:
+        return list(self._streams.values()).count(caller)
+
     def _check_stream_count(self, caller: str) -> None:
         """Raise PeerError if a caller has more than STREAMS_PER_CALLER streams."""
-        if list(self._streams.values()).count(caller) > STREAMS_PER_CALLER:
+        if self._count_streams(caller) > STREAMS_PER_CALLER:
             raise PeerError("too many calls at once", code="busy")
 
     async def _answer(self, caller: str, reader: Reader, writer: Writer) -> None:
