@@ -60,8 +60,8 @@ MOST_PASS_S = 5.0
 """A pass on the CPU takes at most about this long. The worker sends no heartbeat during a pass, and looks hung after
 30 s (`SupervisorTimings.hung_s`)."""
 MOST_ROW_S = 15.0
-"""A machine that needs longer for one sequence cannot train. While other programs run, it may need twice as long, and its
-worker would be killed as hung."""
+"""A machine that needs longer for one sequence cannot train. While other programs run, it may need twice as long, and
+its worker would be killed as hung."""
 WORTH_RATIO = 1.05
 """A micro-batch twice as large must be faster by this factor, otherwise the smaller one is used."""
 PROBES = 3
