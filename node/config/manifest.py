@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from node.errors import DataFolderError, InviteError, ManifestError, ProtocolError
 from node.host.printable import printable
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Increased when old and new nodes can no longer take part in one round."""
 
 INVITE_PREFIX = "diloco1-"

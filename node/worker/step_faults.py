@@ -76,4 +76,4 @@ class StepFaults:
 
     def _role(self) -> str:
         tip = self._tip()
-        return role_of(self._peer_id(), tip.head, list(tip.last_weights))
+        return role_of(self._peer_id(), tip.head, list(tip.last_weights), tip.leader)

@@ -37,7 +37,7 @@ from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.consensus.context import Rules
 from node.swarm.consensus.group_closing import ClosingRule
-from node.swarm.consensus.leader_election import leader_order
+from node.swarm.consensus.leader_election import leader_of
 from node.swarm.consensus.participant import Participant
 from node.swarm.faults import Faults, PlannedFault, Role, StageName
 from node.swarm.identity import load_identity
@@ -453,8 +453,9 @@ class Swarm:
 
 def in_leader_order(nodes: Sequence[Node]) -> list[Node]:
     """Sort the nodes in the order in which they lead the attempts of the next round."""
-    by_id = {node.peer_id: node for node in nodes}
-    return [by_id[peer_id] for peer_id in leader_order(nodes[0].tip.head, list(by_id))]
+    tip, by_id = nodes[0].tip, {node.peer_id: node for node in nodes}
+    newcomers = set(by_id) - set(tip.last_weights)
+    return [by_id[leader_of(tip.head, list(by_id), n, newcomers, [tip.leader])] for n in range(len(nodes))]
 
 
 def offer_all(nodes: Sequence[Node], round_: int, extra_tokens: int = 0) -> dict[str, tuple[torch.Tensor, int]]:

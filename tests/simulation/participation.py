@@ -121,12 +121,13 @@ def misses(records: Sequence[Collection[str]], peer: str) -> list[int]:
     return [i + 1 for i, pair in enumerate(pairwise(records)) if not any(peer in members for members in pair)]
 
 
-async def _run(world: World) -> None:
+async def run_rounds(world: World, rounds: int = ROUNDS) -> None:
+    """Run until one node has this number of rounds, or until the end of the scenario."""
     for node, at_s in zip(world.nodes, world.scenario.join_at_s, strict=True):
         world.loop.call_later(at_s, node.start)
     await asyncio.sleep(1.0)
     while world.loop.time() < world.scenario.length_s:
-        if max(node.chain.tip.round for node in world.nodes) >= ROUNDS - 1:
+        if max(node.chain.tip.round for node in world.nodes) >= rounds - 1:
             return
         await asyncio.sleep(0.5)
 
@@ -165,7 +166,7 @@ def run_seed(seed: int) -> Participation:
 
 def judge(scenario: Scenario) -> Participation:
     """Run a scenario and check it."""
-    result = check(*simulate(scenario, run=_run))
+    result = check(*simulate(scenario, run=run_rounds))
     gc.collect()  # Reference cycles hold hundreds of MiB of chunks.
     return result
 
@@ -203,7 +204,7 @@ def show(done: Sequence[Participation]) -> None:
 
 def replay(seed: int) -> int:
     scenario = draw(seed)
-    report, world = simulate(scenario, keep_trace=True, run=_run)
+    report, world = simulate(scenario, keep_trace=True, run=run_rounds)
     result = check(report, world)
     print(chart(world))
     print(scenario.describe())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +14,22 @@ import pytest
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import timed_storage
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
+from node.errors import PeerError
+from node.status import Channel
 from node.swarm.identity import load_identity, new_identity
 from node.swarm.transport import dht
-from node.swarm.transport.p2pd import DaemonOptions, start_daemon
-from tests.event_loop import in_loop, until
+from node.swarm.transport.libp2p import open_wire
+from node.swarm.transport.p2pd import DaemonOptions
+from node.swarm.transport.wire import Message
+from tests.event_loop import in_loop
+from tests.in_process import InProcessNetwork, InProcessWire
 
 NESTED = """
 import msgpack, warnings
@@ -50,7 +54,7 @@ def test_values_that_are_nested_deep_are_refused_and_do_not_end_the_process() ->
 
 def test_dictionaries_of_records_and_tuples_are_read_as_before() -> None:
     for _ in range(2 * dht.MAX_NESTED):
-        dht.limit_nesting()  # Each of a node's two connections calls it.
+        dht.limit_nesting()  # Each of a node's two DHTs calls it.
     value = DictionaryDHTValue()
     value.store("peer", b"record", 10.0**12)
     read = MSGPackSerializer.loads(MSGPackSerializer.dumps(value))
@@ -62,23 +66,25 @@ def test_dictionaries_of_records_and_tuples_are_read_as_before() -> None:
 
 
 @in_loop
-async def test_requests_and_replies_of_the_dht_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    added: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {}
+async def test_requests_and_replies_of_the_dht_are_limited() -> None:
+    network, size = InProcessNetwork(), 10
+    served, calling = (InProcessWire(network, new_identity().peer_id) for _ in range(2))
+    peer = PeerID.from_base58(served.peer_id)
 
-    async def add(_self: P2P, name: str, handler: Any, _input: Any, **_kwargs: Any) -> None:
-        added[name] = handler
-
-    monkeypatch.setattr(P2P, "add_protobuf_handler", add)
-    size = 10
-
-    async def find(request: Any, _context: Any) -> Any:
+    async def answer(request: Any, context: P2PContext) -> Any:
+        assert context.remote_id == PeerID.from_base58(calling.peer_id)
         return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=bytes(size)) for _ in request.keys])
 
-    p2p = dht.GuardedP2P()
-    p2p._client_listen_maddr = None  # Its destructor reads it.
-    await p2p.add_protobuf_handler("find", find, dht_pb2.FindRequest)
-    reply = await added["find"](dht_pb2.FindRequest(keys=[b"k%019d" % n for n in range(dht.MAX_KEYS)]), None)
-    assert len(reply.results) == dht.MAX_KEYS
+    for method, request_type in (("find", dht_pb2.FindRequest), ("store", dht_pb2.StoreRequest)):
+        await dht.WireP2P(served, "dht").add_protobuf_handler(f"DHTProtocol.rpc_{method}", answer, request_type)
+
+    async def ask(request: Any) -> Any:
+        method = "find" if isinstance(request, dht_pb2.FindRequest) else "store"
+        p2p = dht.WireP2P(calling, "dht")
+        return await p2p.call_protobuf_handler(peer, f"DHTProtocol.rpc_{method}", request, dht_pb2.FindResponse)
+
+    most = dht_pb2.FindRequest(keys=[b"k%019d" % n for n in range(dht.MAX_KEYS)])
+    assert len((await ask(most)).results) == dht.MAX_KEYS
     for request in (
         dht_pb2.FindRequest(keys=[b"k%019d" % n for n in range(dht.MAX_KEYS + 1)]),
         dht_pb2.FindRequest(keys=[bytes(20)] * 2),
@@ -87,11 +93,36 @@ async def test_requests_and_replies_of_the_dht_are_limited(monkeypatch: pytest.M
         dht_pb2.StoreRequest(keys=[bytes(20)], values=[b"v"], in_cache=[True]),
         dht_pb2.StoreRequest(keys=[bytes(20)], values=[bytes(dht.MAX_REQUEST_BYTES)]),
     ):
-        with pytest.raises(ValueError, match="request to the DHT"):
-            await added["find"](request, None)
+        with pytest.raises(PeerError):
+            await ask(request)
     size = 2**18
-    with pytest.raises(ValueError, match="reply of the DHT is too long"):
-        await added["find"](dht_pb2.FindRequest(keys=[b"k%019d" % n for n in range(dht.MAX_KEYS)]), None)
+    with pytest.raises(PeerError):
+        await ask(most)
+    with pytest.raises(PeerError, match="wrong form"):
+        await calling.call(served.peer_id, "dht_find", Message({}, [b"\xff" * 9]), timeout_s=5)
+
+
+@pytest.mark.timeout(60)
+@in_loop
+async def test_p2pd_takes_no_requests_to_the_dht(tmp_path: Path) -> None:
+    """It would hold unfinished ones, and replies that nobody reads, in memory without a limit."""
+    wires = []
+    for name in ("one", "other"):
+        key_file = tmp_path / name / "identity.key"
+        key_file.parent.mkdir()
+        load_identity(key_file)
+        options = DaemonOptions(key_file, ["/ip4/127.0.0.1/tcp/0"])
+        wires.append(await open_wire(options, RefuseAfter(0.0), RefuseAfter(0.0)))
+    one, other = wires
+    try:
+        await other.connect(await one.addresses())
+        assert await other.dht.meet(one.peer_id) and await other.directory.meet(one.peer_id)
+        peer, request = one._p2p.peer_id, dht_pb2.PingRequest()
+        with pytest.raises(P2PDaemonError, match="protocol"):
+            await other._p2p.call_protobuf_handler(peer, "DHTProtocol.rpc_ping", request, dht_pb2.PingResponse)
+    finally:
+        await one.close()
+        await other.close()
 
 
 def test_few_invalid_records_of_a_dictionary_are_checked() -> None:
@@ -144,78 +175,56 @@ class RefuseAfter(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
         return bool(record.expiration_time < self._latest)
 
 
-@asynccontextmanager
-async def open_nodes(folder: Path, *validators: RecordValidatorBase) -> AsyncIterator[list[dht.Dht]]:
-    """Nodes of one DHT, each with its own p2pd, that are connected to the first one and have met it."""
-    nodes: list[Any] = []
-    async with AsyncExitStack() as stop:
-        for number, validator in enumerate(validators):
-            key_file = folder / str(number) / "identity.key"
-            key_file.parent.mkdir()
-            load_identity(key_file)
-            daemon = await start_daemon(DaemonOptions(key_file, ["/ip4/127.0.0.1/tcp/0"]))
-            stop.push_async_callback(daemon.stop)
-            p2p = await dht.attach(daemon)
-            stop.push_async_callback(p2p.shutdown)
-            nodes.append(await dht.open_run_dht(p2p, validator))
-            stop.push_async_callback(nodes[-1].close)
-            if number:
-                await p2p._client.connect(*await nodes[0]._node.p2p._client.identify())
-                assert await nodes[-1].meet(nodes[0]._node.peer_id.to_base58())
-        yield nodes
+async def open_nodes(*validators: RecordValidatorBase) -> tuple[list[InProcessWire], list[dht.Dht]]:
+    """Nodes of one DHT that have met the first one, and their wires."""
+    network = InProcessNetwork()
+    wires = [InProcessWire(network, new_identity().peer_id) for _ in validators]
+    nodes = []
+    for wire, validator in zip(wires, validators, strict=True):
+        nodes.append(await dht.open_run_dht(wire, validator))
+    for node in nodes[1:]:
+        assert await node.meet(wires[0].peer_id)
+    return wires, nodes
 
 
-@pytest.mark.timeout(60)
 @in_loop
-async def test_a_record_that_the_reader_refuses_does_not_hide_the_others(tmp_path: Path) -> None:
+async def test_a_record_that_the_reader_refuses_does_not_hide_the_others() -> None:
     now = get_dht_time()
-    async with open_nodes(tmp_path, RefuseAfter(now + 200), RefuseAfter(now + 120)) as (holder, reader):
-        for subkey, life_s in (("early", 60), ("late", 180)):
-            await holder.store("key", subkey, b"record", now + life_s)
-        reader._node.protocol.storage.clear()
-        assert await holder.lookup("key") == {"early": b"record", "late": b"record"}
-        assert await reader.lookup("key") == {"early": b"record"}
+    _, (holder, reader) = await open_nodes(RefuseAfter(now + 200), RefuseAfter(now + 120))
+    for subkey, life_s in (("early", 60), ("late", 180)):
+        await holder.store("key", subkey, b"record", now + life_s)
+    reader._node.protocol.storage.clear()
+    assert await holder.lookup("key") == {"early": b"record", "late": b"record"}
+    assert await reader.lookup("key") == {"early": b"record"}
 
 
-@pytest.mark.timeout(60)
 @in_loop
-async def test_the_bytes_of_requests_and_replies_are_counted_at_both_ends(tmp_path: Path) -> None:
+async def test_the_bytes_of_requests_and_replies_are_counted_at_both_ends() -> None:
     now = get_dht_time()
-    async with open_nodes(tmp_path, *2 * [RefuseAfter(now + 120)]) as nodes:
-        counted = [[0, 0], [0, 0]]
-
-        def count_into(totals: list[int]) -> dht.CountBytes:
-            def count(sent: int, received: int) -> None:
-                totals[0] += sent
-                totals[1] += received
-
-            return count
-
-        for node, totals in zip(nodes, counted, strict=True):
-            node.count_bytes(count_into(totals))
-        assert await nodes[0].store("key", "peer", bytes(1000), now + 60)
-        assert await nodes[1].lookup("key") == {"peer": bytes(1000)}
-        await until(lambda: counted[0] == counted[1][::-1], 10)
-        assert counted[0][0] > 2000, "the other node got the record to store it, and as an answer"
+    wires, nodes = await open_nodes(*2 * [RefuseAfter(now + 120)])
+    assert await nodes[0].store("key", "peer", bytes(1000), now + 60)
+    assert await nodes[1].lookup("key") == {"peer": bytes(1000)}
+    sent = [wire.traffic.sent_bytes[Channel.DHT] for wire in wires]
+    assert sent == [wire.traffic.received_bytes[Channel.DHT] for wire in reversed(wires)]
+    assert sent[0] > 2000, "the other node got the record to store it, and as an answer"
 
 
-@pytest.mark.timeout(60)
 @in_loop
 async def test_a_peer_that_was_silent_is_asked_again_soon_and_strangers_take_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with open_nodes(tmp_path, RefuseAfter(0.0)) as (one,):
-        node, key = one._node, DHTID.generate("key")
-        for _ in range(20):
-            stranger = PeerID.from_base58(new_identity().peer_id)
-            assert await node._call_find_with_blacklist(stranger, [key]) is None
-            assert stranger in node.blacklist
-        for _ in range(20):
-            node.blacklist.register_failure(stranger)
-        later = get_dht_time() + dht.BAN_S + 1
-        monkeypatch.setattr(timed_storage, "get_dht_time", lambda: later)
-        assert stranger not in node.blacklist
-        assert not node.blacklist.ban_counter and not len(node.blacklist.banned_peers)
+    _, (one,) = await open_nodes(RefuseAfter(0.0))
+    node, key = one._node, DHTID.generate("key")
+    for _ in range(20):
+        stranger = PeerID.from_base58(new_identity().peer_id)
+        assert await node._call_find_with_blacklist(stranger, [key]) is None
+        assert stranger in node.blacklist
+    for _ in range(20):
+        node.blacklist.register_failure(stranger)
+    later = get_dht_time() + dht.BAN_S + 1
+    monkeypatch.setattr(timed_storage, "get_dht_time", lambda: later)
+    assert stranger not in node.blacklist
+    assert not node.blacklist.ban_counter and not len(node.blacklist.banned_peers)
 
 
 def test_a_node_of_the_dht_holds_a_limited_number_of_records_under_a_key() -> None:

@@ -96,11 +96,12 @@ def test_a_planned_fault_with_a_role_applies_to_that_role_only() -> None:
 
 def test_roles_of_a_fault_plan_are_the_leaders_of_the_first_two_attempts() -> None:
     peers = ["a", "b", "c", "d"]
-    for parent in ("x", "y", "z"):
-        roles = {peer: role_of(peer, parent, peers) for peer in peers}
-        assert roles[leader_of(parent, peers, 0)] == "leader" and roles[leader_of(parent, peers, 1)] == "other"
+    for parent, last in (("x", ""), ("y", "a"), ("z", "d")):
+        roles = {peer: role_of(peer, parent, peers, last) for peer in peers}
+        first, second = (leader_of(parent, peers, attempt, [last]) for attempt in (0, 1))
+        assert roles[first] == "leader" and roles[second] == "other"
         assert sorted(roles.values()) == ["", "", "leader", "other"]
-    assert role_of("e", "x", peers) == "", "members outside of the last record have no role"
+    assert role_of("e", "x", peers, "") == "", "members outside of the last record have no role"
 
 
 def test_several_faults_that_are_planned_for_one_stage_apply_independently() -> None:

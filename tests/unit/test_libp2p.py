@@ -26,7 +26,7 @@ PEERS = [new_identity().peer_id for _ in range(12)]
 def make_wire(client: Any = None) -> libp2p.Libp2pWire:
     unused: Any = None
     p2p: Any = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: "me"))
-    return libp2p.Libp2pWire(unused, unused, p2p, client, unused, unused)
+    return libp2p.Libp2pWire(unused, unused, p2p, client)
 
 
 @in_loop
@@ -135,7 +135,7 @@ async def test_silent_circuits_of_one_caller_do_not_use_up_a_relay_for_all_other
     target, relay = new_identity(), new_identity().peer_id
     unused: Any = None
     p2p: Any = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: target.peer_id))
-    wire = libp2p.Libp2pWire(unused, target, p2p, unused, unused, unused)
+    wire = libp2p.Libp2pWire(unused, target, p2p, unused)
     hello = Handshake(new_identity()).hello
     hostile = [open_over_relay(wire, relay, PEERS[0], hello) for _ in range(100)]
     honest = open_over_relay(wire, relay, PEERS[1], hello)

@@ -29,7 +29,7 @@ from node.config.manifest import (
 from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "2c46db84e771a63989cdf4db259f5bfd1bfc087945d6ac85b744dff95410ddd6"
+GOLDEN_HASH = "09b57a069cfb1ffb8b7255598c36272b83026b06a8c8ca07ddd4e61244d38db1"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 

@@ -396,6 +396,19 @@ def test_members_on_slow_uplinks_lead_last() -> None:
     assert leader_of("parent", ["peer1"], 3, slow) == "peer1"
 
 
+def test_the_last_leader_leads_after_those_who_are_as_fast() -> None:
+    peers = [f"peer{i}" for i in range(6)]
+    newcomers, slow, last = {"peer0"}, {"peer2", "peer3"}, "peer4"
+    for head in range(50):
+        led = [leader_of(f"head{head}", peers, attempt, newcomers, slow, [last]) for attempt in range(6)]
+        assert set(led[:2]) == {"peer1", "peer5"} and led[2] == last
+        assert set(led[3:5]) == slow and led[5] == "peer0", "newcomers lead last, as identities are free"
+
+
+def test_a_member_alone_in_the_last_record_leads_again() -> None:
+    assert leader_of("head", ["peer0", "peer1"], 0, {"peer1"}, [], ["peer0"]) == "peer0"
+
+
 @pytest.mark.parametrize(
     ("uplinks", "slow"),
     [

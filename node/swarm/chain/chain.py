@@ -99,6 +99,11 @@ class Tip:
     def round(self) -> int:
         return self.state.round
 
+    @property
+    def leader(self) -> str:
+        """The leader that made the head; empty before the first record."""
+        return self.proof.outcome.signer if self.proof is not None else ""
+
 
 def make_tip(
     state: OuterState,

@@ -18,8 +18,7 @@ from node.multiaddress import parse
 from node.status import Channel
 from node.swarm.identity import load_identity
 from node.swarm.membership.peer_table import PeerTable
-from node.swarm.transport.control import ControlClient
-from node.swarm.transport.dht import DAEMON_ERRORS
+from node.swarm.transport.control import DAEMON_ERRORS, ControlClient
 from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.transport.wire import Message, Service, Wire
 

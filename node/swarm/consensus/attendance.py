@@ -16,7 +16,7 @@ from node.host.printable import printable
 from node.swarm.allreduce.reducer import Reducer
 from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution, StageTimer, first
 from node.swarm.consensus.commit import Committer
-from node.swarm.consensus.context import CALL_S, Context
+from node.swarm.consensus.context import Context
 from node.swarm.consensus.depositary import Sender
 from node.swarm.consensus.group_closing import PATIENCE_RATIO, WAITING_CODES
 from node.swarm.consensus.voter import Voter
@@ -131,7 +131,7 @@ class Attendance:
         if attempt.vote is not None:
             header["vote"] = attempt.vote
         attempt.has_news.clear()
-        timeout_s = ctx.peer_table.timings.hold_s + CALL_S
+        timeout_s = ctx.peer_table.timings.hold_s + ctx.answer_s
         poll = ctx.wire.call(target, "attend", Message(header, claims), timeout_s=timeout_s)
         call = asyncio.ensure_future(while_live(ctx.peer_table, target, poll))
         news = [asyncio.ensure_future(event.wait()) for event in (attempt.has_news, attempt.ended)]

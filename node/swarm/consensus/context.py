@@ -37,6 +37,8 @@ CALL_S = 5.0
 """Timeout of a call whose answer needs no waiting and no bulk data."""
 SLOWEST_BYTES_PER_S = 200_000.0
 """The slowest uplink that a run supports: 2 Mbit/s, less headers (`rate_limiter.OVERHEAD_RATIO`) and other traffic."""
+JOIN_BYTES = 1000
+"""About the length of one member's join in a plan."""
 FIXED_S = 15.0
 """The constant part of the timeout of a bulk transfer."""
 
@@ -324,6 +326,12 @@ class Context:
             is_overdue=self.is_overdue,
         )
 
+    @property
+    def answer_s(self) -> float:
+        """Timeout of a call that waits for a leader's plan: the plan has all joins, and is sent to all members."""
+        plans_s = JOIN_BYTES * len(self.peer_table.members()) ** 2 / SLOWEST_BYTES_PER_S
+        return CALL_S + min(plans_s, self.rules.bulk_s)
+
     def can_commit(self, members: Collection[str]) -> bool:
         """Whether these members are enough for a round."""
         return len(members) >= self.rules.closing.min_peers and self.electorate().is_quorum(members)
@@ -331,13 +339,18 @@ class Context:
     def leader_at(self, number: int) -> str:
         """The leader of this attempt at the next round; empty without members.
 
-        Members with the same tip and the same peers agree on it.
+        Members with the same tip and the same peers agree on it. These lead last, the first ones after all others:
+        1. members that are not in the last record, because identities without work are free,
+        2. members that others wait for: those on slow uplinks and behind relays,
+        3. the leader of the last record, because it made the head, and with some tries it finds one whose order begins
+           with itself.
         """
         tip = self.chain.tip
         joins = joins_of(tip.proof.outcome) if tip.proof is not None else {}
-        slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in joins.items()})
         leaders, preferred = self.peer_table.leaders(), self.peer_table.callable_members(with_evicted=True)
-        return leader_of(tip.head, leaders, number, slow | (set(leaders) - set(preferred)))
+        newcomers = set(leaders) - set(tip.last_weights)
+        slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in joins.items()})
+        return leader_of(tip.head, leaders, number, newcomers, slow | (set(leaders) - set(preferred)), [tip.leader])
 
     def check_join_fits(self, join: Join) -> None:
         """Raise PeerError unless a join at this node's head names the node's outer state and length of the round.

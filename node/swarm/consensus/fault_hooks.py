@@ -61,7 +61,8 @@ class FaultHooks:
     def role(self) -> str:
         """This node's role among the contributors to the last record, or among the live peers before the first."""
         tip = self._chain.tip
-        return role_of(self._peer_table.me.peer_id, tip.head, list(tip.last_weights) or self._peer_table.leaders())
+        peers = list(tip.last_weights) or self._peer_table.leaders()
+        return role_of(self._peer_table.me.peer_id, tip.head, peers, tip.leader)
 
     def _kind(self, stage: StageName) -> str:
         return self._faults.damage_kind(stage, self._chain.tip.round + 1, self.role)

@@ -18,7 +18,7 @@ from node.swarm.allreduce.incoming import Incoming
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.consensus.ballot import Attempt, Ballot, first
 from node.swarm.consensus.claims import MAX_CLAIM_BYTES
-from node.swarm.consensus.context import CALL_S, Context
+from node.swarm.consensus.context import Context
 from node.swarm.consensus.depositary import Depositary, check_chunks
 from node.swarm.consensus.leader import Leader
 from node.swarm.consensus.voter import Voter
@@ -194,7 +194,7 @@ class Handlers:
         Chunks that do not match a deposit's signature are the depositary's fault, not the member's.
         """
         attempt = self._attempt_of(message)
-        reducer = await attempt.reducer_ready(CALL_S)
+        reducer = await attempt.reducer_ready(self.ctx.answer_s)
         sender, chunks = caller, message.header["chunks"]
         if (deposit := message.header.get("deposit")) is not None:
             document, hashes = Document.model_validate(deposit), message.header.get("hashes")
@@ -229,7 +229,7 @@ class Handlers:
 
     async def _on_collect(self, caller: str, message: Message) -> Message:
         attempt = self._attempt_led_by(caller, message)
-        reducer = await attempt.reducer_ready(CALL_S)
+        reducer = await attempt.reducer_ready(self.ctx.answer_s)
         members, since_s = set(attempt.weights), self.ctx.clock()
 
         def awaited() -> set[str]:
@@ -243,7 +243,7 @@ class Handlers:
 
     async def _on_average(self, caller: str, message: Message) -> Message:
         attempt = self._attempt_led_by(caller, message)
-        reducer = await attempt.reducer_ready(CALL_S)
+        reducer = await attempt.reducer_ready(self.ctx.answer_s)
         included = message.header.get("included")
         if not isinstance(included, list) or included != sorted(set(included)) or not included:
             raise PeerError("the list of included members has the wrong form")

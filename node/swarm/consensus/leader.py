@@ -18,7 +18,7 @@ from node.swarm.allreduce.reducer import is_norm_misdeclared
 from node.swarm.consensus.ballot import BEHIND_GRACE_S, Attempt, Ballot, first
 from node.swarm.consensus.claims import Claims, gather
 from node.swarm.consensus.commit import Committer
-from node.swarm.consensus.context import CALL_S, Context
+from node.swarm.consensus.context import Context
 from node.swarm.consensus.group_closing import Gathering, judge, left_out
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import (
@@ -222,7 +222,7 @@ class Leader:
         If the reducers contradict each other about a live sender, nobody is excluded, because the sender or a reducer
         may be at fault. The attempt ends as `rejected`, and the next leader reduces alone. A dead sender is left out.
         """
-        timeout_s = self._ctx.rules.bulk_s + CALL_S
+        timeout_s = self._ctx.rules.bulk_s + self._ctx.answer_s
         replies = await self._ask_all(attempt, plan.reducers, "collect", Message(attempt.key), timeout_s)
         included, somewhere = set(plan.members), set[str]()
         for peer, reply in replies.items():
@@ -242,7 +242,7 @@ class Leader:
     async def _attending(self, attempt: Attempt, peers: Sequence[str]) -> list[str]:
         """Wait until these peers call `attend` again, and return those that do. The others count as dead."""
         asked_at_s = self._ctx.clock()
-        until_s = asked_at_s + self._ctx.peer_table.timings.hold_s + CALL_S
+        until_s = asked_at_s + self._ctx.peer_table.timings.hold_s + self._ctx.answer_s
 
         def silent() -> list[str]:
             here = [peer for peer in peers if self._ctx.peer_table.is_member(peer)]
@@ -358,7 +358,7 @@ class Leader:
 
     def _here(self, attempt: Attempt) -> set[str]:
         """The live members that have joined, still attend, and have not gone on."""
-        since_s = self._ctx.clock() - self._ctx.peer_table.timings.hold_s - CALL_S
+        since_s = self._ctx.clock() - self._ctx.peer_table.timings.hold_s - self._ctx.answer_s
         attending = {peer for peer in attempt.joins if attempt.attended_at_s.get(peer, -math.inf) >= since_s}
         return attending & self._ctx.live_members() - self._gone_on(attempt)
 

@@ -18,12 +18,12 @@ def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
     return sorted(peer_ids, key=lambda peer: hashlib.sha256(f"{parent} {peer}".encode()).digest())
 
 
-def leader_of(parent: str, peer_ids: Sequence[str], attempt: int, slow: Collection[str] = ()) -> str:
+def leader_of(parent: str, peer_ids: Sequence[str], attempt: int, *last: Collection[str]) -> str:
     """The leader of an attempt; empty without members.
 
-    Members in `slow` lead last, because all members wait for the leader's messages.
+    Members in the first collection of `last` lead after all others, and likewise in each part for the next collections.
     """
-    order = sorted(leader_order(parent, peer_ids), key=lambda peer: peer in slow)
+    order = sorted(leader_order(parent, peer_ids), key=lambda peer: [peer in late for late in last])
     return order[attempt % len(order)] if order else ""
 
 
@@ -39,7 +39,9 @@ def slow_uplinks(uplinks_bytes_s: Mapping[str, float]) -> frozenset[str]:
     return frozenset(peer for peer, rate in known.items() if FASTER * rate <= usual)
 
 
-def role_of(peer_id: str, parent: str, peer_ids: Sequence[str]) -> str:
-    """`leader` for the first of `leader_order`, `other` for the second, empty for the rest. For faults."""
-    place = leader_order(parent, peer_ids).index(peer_id) if peer_id in peer_ids else len(peer_ids)
-    return {0: "leader", 1: "other"}.get(place, "")
+def role_of(peer_id: str, parent: str, peer_ids: Sequence[str], last_leader: str) -> str:
+    """`leader` for the leader of the first attempt, `other` for that of the second, empty for the rest. For faults."""
+    if peer_id not in peer_ids:
+        return ""
+    leaders = {leader_of(parent, peer_ids, attempt, [last_leader]): attempt for attempt in (1, 0)}
+    return {0: "leader", 1: "other"}.get(leaders.get(peer_id, 2), "")

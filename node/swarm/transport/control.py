@@ -8,19 +8,30 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
 from node.swarm.transport.p2pd import Daemon
 
 logger = logging.getLogger(__name__)
 
+DAEMON_ERRORS = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
+"""The errors that hivemind and asyncio raise if a peer or p2pd is gone. (IncompleteReadError is an EOFError.)"""
 ANSWER_S = 10.0
 """A daemon that does not answer a question about itself within this time hangs."""
 _REQUESTS = ("identify", "connect", "disconnect", "list_peers", "stream_open", "stream_handler")
 _opened: ContextVar[list[asyncio.StreamWriter] | None] = ContextVar("opened", default=None)
 """The connections to p2pd that the current request has opened."""
+
+
+async def attach(daemon: Daemon) -> P2P:
+    """Attach hivemind to a running p2pd. Its sockets lie in this node's folder, which the next start cleans."""
+    attached: Any = type("AttachedP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
+    p2p = await attached.replicate(Multiaddr(daemon.control))
+    close_failed_requests(p2p._client)
+    return p2p
 
 
 def close_failed_requests(client: Client) -> None:
@@ -56,32 +67,6 @@ def _closing(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
             _opened.reset(token)
 
     return requested
-
-
-class _WaitingCalls(dict[Any, "asyncio.Future[Any]"]):
-    """The calls that still wait for an answer. A cancelled call does not, although hivemind removes it later."""
-
-    def __contains__(self, call_id: object) -> bool:
-        future = self.get(call_id)
-        return future is not None and not future.done()
-
-
-class _RunningHandlers(dict[Any, "asyncio.Task[Any]"]):
-    """The handlers of peers' calls that are running. hivemind keeps those that were cancelled, with their requests."""
-
-    def __setitem__(self, call_id: Any, task: asyncio.Task[Any]) -> None:
-        super().__setitem__(call_id, task)
-        task.add_done_callback(lambda _task: self.pop(call_id, None))
-
-
-def forget_cancelled_calls(client: Client) -> None:
-    """Let the client drop the answer to a call that has just been cancelled, and forget handlers that were cancelled.
-
-    In hivemind, such an answer ends the task that reads p2pd's messages. The node would neither get another answer from
-    the DHT nor answer one question, until it is restarted.
-    """
-    client.control._pending_calls = _WaitingCalls(client.control._pending_calls)
-    client.control._handler_tasks = _RunningHandlers()
 
 
 def log_task_errors(client: Any) -> None:

@@ -12,32 +12,34 @@ from asyncio import wait_for
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from hivemind.dht.node import Blacklist, DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
-from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
-from hivemind.utils.multiaddr import Multiaddr
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto.dht_pb2 import FindRequest
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
-from node.swarm.transport.control import close_failed_requests, forget_cancelled_calls, log_task_errors
-from node.swarm.transport.p2pd import Daemon
-from node.swarm.transport.wire import MALFORMED_ERRORS
+from node.errors import SwarmError
+from node.status import Channel
+from node.swarm.transport.control import DAEMON_ERRORS
+from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service, Wire
 
 logger = logging.getLogger(__name__)
 
-DAEMON_ERRORS = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
-"""The errors that hivemind and asyncio raise if a peer or p2pd is gone. (IncompleteReadError is an EOFError.)"""
 CALL_TIMEOUT_S = 10.0
+"""Limit on the time of a search or a store, which take several calls."""
+WAIT_S = 3.0
+"""Timeout of one call to a node of the DHT."""
+CALLS_PER_CALLER = 16
+"""Limit on concurrent calls of one verb by one caller."""
 SHUTDOWN_S = 2.0
 BAN_S = 30.0
 DIRECTORY_REPLICAS = 20
 """Nodes that hold a listing: all nodes of a small directory, so that a few hostile ones near the key hide nothing."""
-DIRECTORY_PREFIX = "directory::"
-"""Start of the names of the directory's handlers in libp2p."""
 
 
 MAX_NESTED = 4
@@ -46,7 +48,6 @@ MAX_KEYS = 16
 """Limit on the keys of one request to the DHT. Our nodes use one key for each of both DHTs."""
 MAX_REQUEST_BYTES = 2**20
 MAX_REPLY_BYTES = 2**21
-"""Limit on a reply, in both directions. hivemind keeps a reply of 4 MiB or more in memory for ever."""
 MOST_NODES = 4000
 """Limit on the ids in the routing table of a DHT."""
 MAX_RECORDS = 256
@@ -82,73 +83,69 @@ def limit_nesting() -> None:
     MSGPackSerializer._decode_ext_types = classmethod(decode_within_limit)
 
 
-CountBytes = Callable[[int, int], None]
-"""Counts bytes that were sent, and bytes that were received."""
+class WireP2P:
+    """What hivemind's DHT needs of libp2p, as verbs of our wire.
 
-
-class GuardedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
-    """Refuses requests with many keys or bytes, and replies that are too long, before hivemind handles them.
-
-    Counts the bytes of both, without the frames of libp2p.
+    hivemind's own calls have no limits: p2pd keeps unfinished requests, and replies that nobody reads, in memory. The
+    wire limits the calls, the bytes and the time of each caller, and counts them.
     """
 
-    count_bytes: CountBytes = staticmethod(lambda _sent, _received: None)
+    def __init__(self, wire: Wire, prefix: str) -> None:
+        """`prefix` is the start of the verbs, because two DHTs share a wire."""
+        self.peer_id = PeerID.from_base58(wire.peer_id)
+        self._wire, self._prefix = wire, prefix
 
     async def add_protobuf_handler(
-        self, name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_type: Any, **kwargs: Any
+        self, name: str, handler: Callable[[Any, P2PContext], Awaitable[Any]], input_type: Any, **_options: Any
     ) -> None:
-        async def guarded(request: Any, context: Any) -> Any:
-            self.count_bytes(0, request.ByteSize())
-            keys = getattr(request, "keys", ())
-            if len(keys) > MAX_KEYS or request.ByteSize() > MAX_REQUEST_BYTES:
-                raise ValueError("a request to the DHT is too long")
-            if type(request).__name__ == "FindRequest" and len(set(keys)) < len(keys):
-                raise ValueError("a request to the DHT repeats a key")  # The reply would be many times as long.
-            # hivemind would answer with its cache instead of what it stores. It logs a traceback for a wrong id.
-            if any(getattr(request, "in_cache", ())):
-                raise ValueError("a request to the DHT stores in the cache")
-            node_id = request.peer.node_id if hasattr(request, "peer") else b""
-            if len(node_id) not in (0, ID_BYTES) or any(len(key) != ID_BYTES for key in keys):
-                raise ValueError("a request to the DHT has an id of the wrong length")
+        async def answer(caller: str, message: Message) -> Message:
+            request = _parse(input_type, message)
+            _check_request(request)
+            context = P2PContext(handle_name=name, local_id=self.peer_id, remote_id=PeerID.from_base58(caller))
             reply = await handler(request, context)
             if reply.ByteSize() > MAX_REPLY_BYTES:
                 raise ValueError("a reply of the DHT is too long")
-            self.count_bytes(reply.ByteSize(), 0)
-            return reply
+            return Message({}, [reply.SerializeToString()])
 
-        is_stream = kwargs.get("stream_input") or kwargs.get("stream_output")
-        await super().add_protobuf_handler(name, handler if is_stream else guarded, input_type, **kwargs)
+        service = Service(answer, Channel.DHT, MAX_REQUEST_BYTES, per_caller=CALLS_PER_CALLER)
+        self._wire.serve({self._verb(name): service})
 
-    async def call_protobuf_handler(self, peer_id: PeerID, name: str, request: Any, *args: Any) -> Any:
-        self.count_bytes(request.ByteSize(), 0)
-        reply = await super().call_protobuf_handler(peer_id, name, request, *args)
-        self.count_bytes(0, reply.ByteSize())
-        if reply.ByteSize() > MAX_REPLY_BYTES:
-            raise ValueError("a reply of the DHT is too long")
-        return reply
+    async def remove_protobuf_handler(self, name: str, **_options: Any) -> None:
+        """Nothing to do: the wire is closed together with the DHT."""
 
+    async def call_protobuf_handler(self, peer_id: PeerID, name: str, request: Any, output_type: Any) -> Any:
+        message = Message({}, [request.SerializeToString()])
+        reply = await self._wire.call(
+            peer_id.to_base58(), self._verb(name), message, timeout_s=WAIT_S, max_reply_bytes=MAX_REPLY_BYTES
+        )
+        return _parse(output_type, reply)
 
-class _DirectoryP2P(GuardedP2P):
-    """Gives all handlers another name, so that two DHTs can share one libp2p daemon."""
-
-    async def add_protobuf_handler(self, name: str, *args: Any, **kwargs: Any) -> None:
-        await super().add_protobuf_handler(DIRECTORY_PREFIX + name, *args, **kwargs)
-
-    async def remove_protobuf_handler(self, name: str, **kwargs: Any) -> None:
-        await super().remove_protobuf_handler(DIRECTORY_PREFIX + name, **kwargs)
-
-    async def call_protobuf_handler(self, peer_id: PeerID, name: str, *args: Any) -> Any:
-        return await super().call_protobuf_handler(peer_id, DIRECTORY_PREFIX + name, *args)
+    def _verb(self, name: str) -> str:
+        return f"{self._prefix}_{name.rpartition('rpc_')[2]}"
 
 
-async def attach(daemon: Daemon, p2p_class: type[P2P] = GuardedP2P) -> P2P:
-    """Attach hivemind to a running p2pd. Its sockets lie in this node's folder, which the next start cleans."""
-    limit_nesting()
-    attached: Any = type(p2p_class.__name__, (p2p_class,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
-    p2p = await attached.replicate(Multiaddr(daemon.control))
-    close_failed_requests(p2p._client)
-    forget_cancelled_calls(p2p._client)
-    return p2p
+def _parse(of_type: Any, message: Message) -> Any:
+    """Read a protobuf from a message. Raises ValueError."""
+    try:
+        (data,) = message.blobs
+        return of_type.FromString(data)
+    except DecodeError as exc:
+        raise ValueError("a message of the DHT cannot be read") from exc
+
+
+def _check_request(request: Any) -> None:
+    """Raise ValueError for a request that would cost this node too much, or that hivemind would not refuse."""
+    keys = getattr(request, "keys", ())
+    if len(keys) > MAX_KEYS:
+        raise ValueError("a request to the DHT is too long")
+    if isinstance(request, FindRequest) and len(set(keys)) < len(keys):
+        raise ValueError("a request to the DHT repeats a key")  # The reply would be many times as long.
+    # hivemind would answer with its cache instead of what it stores. It logs a traceback for a wrong id.
+    if any(getattr(request, "in_cache", ())):
+        raise ValueError("a request to the DHT stores in the cache")
+    node_id = request.peer.node_id if hasattr(request, "peer") else b""
+    if len(node_id) not in (0, ID_BYTES) or any(len(key) != ID_BYTES for key in keys):
+        raise ValueError("a request to the DHT has an id of the wrong length")
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
@@ -183,13 +180,8 @@ class ConstantBlacklist(Blacklist):  # type: ignore[misc]  # hivemind has no typ
 class Dht:
     """A node of one DHT. No method raises if the DHT or p2pd does not answer."""
 
-    def __init__(self, node: DHTNode, p2p: P2P | None = None) -> None:
-        """`p2p` is hivemind's connection to p2pd if it serves this DHT only; `close` closes it."""
-        self._node, self._p2p = node, p2p
-
-    def count_bytes(self, count: CountBytes) -> None:
-        """Call `count` with the bytes of each request and reply from now on."""
-        self._node.p2p.count_bytes = count
+    def __init__(self, node: DHTNode) -> None:
+        self._node = node
 
     async def meet(self, peer_id: str) -> bool:
         """Add a peer to the routing table. Returns whether the peer answered."""
@@ -210,40 +202,37 @@ class Dht:
             await wait_for(self._node.shutdown(), SHUTDOWN_S)
         except DAEMON_ERRORS as exc:
             logger.debug("The DHT did not shut down: %r", exc)
-        if self._p2p is not None:
-            log_task_errors(self._p2p._client)
-            await self._p2p.shutdown()
 
     async def _call(self, work: Callable[[], Awaitable[Any]]) -> Any:
         try:
             return await wait_for(work(), CALL_TIMEOUT_S)
-        except (*DAEMON_ERRORS, *MALFORMED_ERRORS, P2PHandlerError, AssertionError) as exc:
+        except (*DAEMON_ERRORS, *MALFORMED_ERRORS, SwarmError, AssertionError) as exc:
             # hivemind raises AssertionError on unexpected answers of peers.
             logger.debug("The DHT did not answer: %r", exc)
             return None
 
 
-async def open_run_dht(p2p: P2P, validator: RecordValidatorBase) -> Dht:
-    """Join the DHT of a run. The caller closes `p2p`."""
-    return Dht(await _create_node(p2p, validator))
+async def open_run_dht(wire: Wire, validator: RecordValidatorBase) -> Dht:
+    """Join the DHT of a run. Close it before the wire."""
+    return await _open(WireP2P(wire, "dht"), validator)
 
 
-async def open_directory(daemon: Daemon, validator: RecordValidatorBase, *, is_reader: bool) -> Dht:
-    """Join the DHT of the directory. A reader stores nothing for others."""
-    p2p = await attach(daemon, _DirectoryP2P)
-    return Dht(await _create_node(p2p, validator, client_mode=is_reader, num_replicas=DIRECTORY_REPLICAS), p2p)
+async def open_directory(wire: Wire, validator: RecordValidatorBase, *, is_reader: bool) -> Dht:
+    """Join the DHT of the directory. A reader stores nothing for others. Close it before the wire."""
+    return await _open(WireP2P(wire, "directory"), validator, client_mode=is_reader, num_replicas=DIRECTORY_REPLICAS)
 
 
-async def _create_node(p2p: P2P, validator: RecordValidatorBase, **options: Any) -> DHTNode:
+async def _open(p2p: WireP2P, validator: RecordValidatorBase, **options: Any) -> Dht:
     """Create hivemind's node, without caches, so that the validator and the limits see every value that it holds."""
     caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}
-    node = await DHTNode.create(p2p=p2p, record_validator=validator, **caches, **options)
+    limit_nesting()
+    node = await DHTNode.create(p2p=p2p, record_validator=validator, wait_timeout=WAIT_S, **caches, **options)
     node.protocol.storage, node.protocol.cache = BoundedStorage(), BoundedStorage()
     node.blacklist = ConstantBlacklist()
     _drop_invalid_records(node.protocol)
     _drop_late_results(node.protocol)
     _limit_routing_table(node.protocol.routing_table)
-    return node
+    return Dht(node)
 
 
 def _limit_routing_table(table: RoutingTable) -> None:

@@ -37,8 +37,8 @@ from node.swarm.transport.address_scope import (
     with_peer,
 )
 from node.swarm.transport.connection_health import BackoffSet, GrowingPauses, HalfOpenDetector
-from node.swarm.transport.control import ControlClient, log_task_errors
-from node.swarm.transport.dht import DAEMON_ERRORS, Dht, attach, open_directory, open_run_dht
+from node.swarm.transport.control import DAEMON_ERRORS, ControlClient, attach, log_task_errors
+from node.swarm.transport.dht import Dht, open_directory, open_run_dht
 from node.swarm.transport.dialing import find_listener
 from node.swarm.transport.encrypted_stream import DecryptionFailed, EncryptedStream, Handshake
 from node.swarm.transport.framing import (
@@ -154,9 +154,12 @@ class _Call:
 class Libp2pWire:
     """One node's `Wire` over libp2p. `open_wire` makes it."""
 
-    def __init__(
-        self, daemon: Daemon, identity: Identity, p2p: P2P, client: ControlClient, dht: Dht, directory: Dht
-    ) -> None:
+    dht: Dht
+    """This node in the DHT of its run. `open_wire` sets both, because their calls use this wire."""
+    directory: Dht
+    """This node in the DHT of the directory of runs."""
+
+    def __init__(self, daemon: Daemon, identity: Identity, p2p: P2P, client: ControlClient) -> None:
         self.peer_id = p2p.peer_id.to_base58()
         self.traffic = Traffic()
         self.routes: Routes = NoRoutes()
@@ -168,8 +171,6 @@ class Libp2pWire:
         self._identity = identity
         self.daemon = daemon
         self._p2p, self._client = p2p, client
-        self.dht, self.directory = dht, directory
-        """This node in the DHT of its run, and in that of the directory of runs."""
         self.local_addresses = LocalAddresses()
         """This node's addresses, which decide which of a peer's addresses are dialed."""
         self.listen_addresses: Sequence[str] = ()
@@ -510,13 +511,6 @@ class Libp2pWire:
 
         return enter
 
-    def count_dht_bytes(self, sent: int, received: int) -> None:
-        """Count bytes of the DHTs. They do not wait, and the rate limits count them up to the share of small calls."""
-        self.traffic.sent_bytes[Channel.DHT] += sent
-        self.traffic.received_bytes[Channel.DHT] += received
-        self.upload_limiter.try_acquire_priority(sent)
-        self.download_limiter.try_acquire_priority(received)
-
     # connections
 
     def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
@@ -699,12 +693,10 @@ async def open_wire(
     try:
         p2p = await attach(daemon)
         client = await ControlClient.open(daemon)
-        dht = await open_run_dht(p2p, validator)
-        directory = await open_directory(daemon, listings, is_reader=is_reader)
-        wire = Libp2pWire(daemon, load_identity(options.identity_file), p2p, client, dht, directory)
+        wire = Libp2pWire(daemon, load_identity(options.identity_file), p2p, client)
         wire.listen_addresses = options.listen if options.quic_listen else ()
-        dht.count_bytes(wire.count_dht_bytes)
-        directory.count_bytes(wire.count_dht_bytes)
+        wire.dht = await open_run_dht(wire, validator)
+        wire.directory = await open_directory(wire, listings, is_reader=is_reader)
         await wire.serve_streams()
     except BaseException as exc:
         await daemon.stop()
