@@ -24,7 +24,7 @@ from node.host.printable import printable
 from node.publication.model_card import CURVE_FILE, Curve, curve_drawing, model_card
 from node.publication.stores import RECORD_FILE
 from node.swarm.governance.charter import Charter
-from node.swarm.messages import Proof, RoundOutcome, read, voters
+from node.swarm.messages import Proof, read_outcome, voters
 from node.training.checkpoint import Checkpoint
 from node.training.gguf_file import import_gguf, write_gguf
 from node.training.pretrained import export_model, load_pretrained
@@ -247,7 +247,7 @@ def _check_certificate(folder: Path, record: ExportRecord) -> None:
     except (OSError, ValidationError) as exc:
         raise not_valid(folder, f"{CERTIFICATE_FILE} is damaged") from exc
     try:
-        outcome = read(proof.outcome, RoundOutcome)
+        outcome = read_outcome(proof.outcome)
     except PeerError as exc:
         raise not_valid(folder, f"{CERTIFICATE_FILE} is forged") from exc
     of_this_round = record.head, record.round, record.manifest_hash

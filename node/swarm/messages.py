@@ -113,6 +113,8 @@ class Plan(Content):
     run: Hex64
     parent: Hex64
     attempt: int = Field(ge=0, lt=2**31)
+    leader: PeerId
+    """The signer of the plan and of its outcome. The head covers it, as the order of the next leaders depends on it."""
     joins: tuple[Document, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
     reducers: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
     owners: tuple[int, ...] = Field(max_length=MOST_CHUNKS)
@@ -327,9 +329,17 @@ def check_proof(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, J
     return outcome, joins
 
 
+def read_outcome(document: Document) -> RoundOutcome:
+    """Read an outcome, and check that the leader of its plan has signed it. Raises PeerError."""
+    outcome = read(document, RoundOutcome)
+    if document.signer != outcome.plan.leader:
+        raise PeerError("an outcome is not signed by the leader of its plan", code="bad_signature")
+    return outcome
+
+
 def check_light(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, Join]]:
     """Check a light proof like `check_proof`, but without its chunk hashes."""
-    outcome = read(proof.outcome, RoundOutcome)
+    outcome = read_outcome(proof.outcome)
     bounds = bounds.at(outcome.round)
     joins = check_outcome(outcome, bounds)
     if len(set(proof.group)) < len(proof.group) or not proof.accepts.keys() <= set(proof.group):

@@ -454,8 +454,9 @@ class Swarm:
 def in_leader_order(nodes: Sequence[Node]) -> list[Node]:
     """Sort the nodes in the order in which they lead the attempts of the next round."""
     tip, by_id = nodes[0].tip, {node.peer_id: node for node in nodes}
-    newcomers = set(by_id) - set(tip.last_weights)
-    return [by_id[leader_of(tip.head, list(by_id), n, newcomers, [tip.leader])] for n in range(len(nodes))]
+    attempts = range((len(nodes) + 1) ** 2)  # A member that is not in the last record leads only one of several.
+    leaders = (leader_of(tip.head, list(by_id), attempt, tip.last_weights, [tip.leader]) for attempt in attempts)
+    return [by_id[peer] for peer in dict.fromkeys(leaders)]
 
 
 def offer_all(nodes: Sequence[Node], round_: int, extra_tokens: int = 0) -> dict[str, tuple[torch.Tensor, int]]:

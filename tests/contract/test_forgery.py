@@ -123,7 +123,15 @@ def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
     joined(bad, honest[0])
     join = forged_join(honest[1], bad.tip.head, 100)
     more = join.model_copy(update={"text": join.text.replace(":100,", ":900,")})
-    plan = Plan(run=rules.run, parent=bad.tip.head, attempt=0, joins=(more,), reducers=(more.signer,), owners=(0,) * 13)
+    plan = Plan(
+        run=rules.run,
+        parent=bad.tip.head,
+        attempt=0,
+        leader=bad.peer_id,
+        joins=(more,),
+        reducers=(more.signer,),
+        owners=(0,) * 13,
+    )
     with pytest.raises(PeerError) as caught:
         give_plan(bad, honest[0], sign(bad.host.identity, plan))
     assert caught.value.code == "bad_signature"

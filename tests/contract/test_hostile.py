@@ -292,7 +292,15 @@ def test_members_take_orders_only_from_the_leader_of_their_attempt(swarm: Swarm)
     joins = [first.participant.ballot._attempts[0].joins[node.peer_id] for node in (first, other)]
     joins = sorted([*joins, forged_join(bad, parent)], key=lambda join: join.signer)
     reducers, owners = (bad.peer_id,), (0,) * len(bad.rules.layouts[0].bounds)
-    plan = Plan(run=bad.rules.run, parent=parent, attempt=0, joins=tuple(joins), reducers=reducers, owners=owners)
+    plan = Plan(
+        run=bad.rules.run,
+        parent=parent,
+        attempt=0,
+        leader=bad.peer_id,
+        joins=tuple(joins),
+        reducers=reducers,
+        owners=owners,
+    )
     document = sign(bad.host.identity, plan)
     for peer in (first, other):
         peer.participant.ballot.current.leader = first.peer_id
@@ -634,6 +642,7 @@ def lone_outcome(
         run=node.rules.run,
         parent=parent,
         attempt=attempt,
+        leader=node.peer_id,
         joins=tuple(
             forged_join(one, parent, attempt=attempt) for one in sorted((node, *others), key=lambda one: one.peer_id)
         ),

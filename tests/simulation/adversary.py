@@ -27,11 +27,14 @@ from node.swarm.messages import (
     sign,
 )
 from node.swarm.transport.wire import Message
+from tests.simulation.keys import simulated_identity
 
 if TYPE_CHECKING:
     from tests.simulation.node import SimulatedNode
 
 FALSE_CHUNK = bytes(range(16))
+STRANGER = 99
+"""Number of a key that no node has."""
 
 
 @dataclass
@@ -149,7 +152,7 @@ class FalseClaim(Adversary):
 
 
 class ForgedClaim(Adversary):
-    """As a reducer, ends attempts. Then it claims to have accepted an outcome of their plan that it has made itself."""
+    """As a reducer, ends attempts. Then it claims to have led them, and to have accepted an outcome of their plan."""
 
     def __post_init__(self) -> None:
         self.forged: set[str] = set()
@@ -165,7 +168,7 @@ class ForgedClaim(Adversary):
         given = [a.given for n, a in sorted(self.node.participant.ballot._attempts.items()) if n < number and a.given]
         if not given:
             return message
-        outcome, hashes = self._outcome_of(given[-1])
+        outcome, hashes = self._outcome_of(given[-1].model_copy(update={"leader": self.node.peer_id}))
         self.forged.add(outcome.hash)
         vote = accept(self.node.identity, outcome.hash, given[-1].attempt)
         claim = AcceptedOutcome(attempt=given[-1].attempt, outcome=outcome, hashes=hashes, vote=vote)
@@ -309,6 +312,21 @@ class TwoProposals(Adversary):
         return replace(message, blobs=[other.model_dump_json().encode()])
 
 
+class OtherSigner(Adversary):
+    """As a leader, sends some members the certificate with a signature of another key, at the same head."""
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        is_proof = message.header.get("status") == "ahead" or message.header.get("light") is False
+        if not is_proof or not message.blobs or self.rng.random() < 0.5:
+            return message
+        proof = parse(Proof, message.blobs[0])
+        if proof.outcome.signer != self.node.peer_id:
+            return message
+        other = sign(simulated_identity(STRANGER), parse(RoundOutcome, proof.outcome.text))
+        signed = proof.model_copy(update={"outcome": other}).model_dump_json().encode()
+        return replace(message, blobs=[signed, *message.blobs[1:]])
+
+
 class Excluder(Adversary):
     """As a leader, proposes an outcome that includes only itself."""
 
@@ -354,6 +372,7 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
         FarAttempt,
         OldAges,
         TwoProposals,
+        OtherSigner,
         Excluder,
         FalseState,
         LonePlan,
@@ -371,6 +390,7 @@ def lone_proof(node: SimulatedNode, join: Document, round_: int, chunks: Sequenc
         run=node.rules.run,
         parent=content.parent,
         attempt=attempt,
+        leader=node.peer_id,
         joins=(sign(node.identity, content),),
         reducers=(node.peer_id,),
         owners=(0,) * len(chunks),

@@ -19,6 +19,7 @@ HOSTILE = (
     "FalseClaim",
     "FarAhead",
     "TwoProposals",
+    "OtherSigner",
     "Excluder",
     "LonePlan",
     "NextIsMine",

@@ -111,6 +111,20 @@ def test_no_member_dictates_the_mean_by_claiming_a_forged_outcome_of_a_true_plan
     assert len(committed) >= 5 and not committed & forged
 
 
+def test_a_leader_that_signs_its_certificates_with_several_keys_does_not_stop_the_run() -> None:
+    """The order of leaders depends on the last one, and members with other orders would not find each other."""
+    nodes = 4
+    calm = Scenario(
+        seed=1, step_s=(0.1,) * nodes, lines=(Line(),) * nodes, join_at_s=(0.0, 0.1, 0.2, 0.3), founders=nodes,
+        faults=(), hostile="OtherSigner", length_s=QUIET_S + 120.0, min_peers=2, quorum_ratio=0.5, policy="time",
+        disk_s=0.001,
+    )  # fmt: skip
+    report, world = simulate(calm)
+    *honest, _ = world.nodes
+    assert report.violations == []
+    assert min(node.chain.tip.round for node in honest) > 40
+
+
 @pytest.mark.parametrize("seed", [pytest.param(3049, id="an outcome is proposed again")])
 def test_a_simulated_seed_gives_the_same_messages_in_two_processes_with_other_string_hashes(seed: int) -> None:
     command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed)]

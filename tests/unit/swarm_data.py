@@ -35,7 +35,9 @@ def committed(
         for member, one in zip(members, tokens, strict=True)
     )
     ids = tuple(member.peer_id for member in members)
-    plan = Plan(run=run, parent=parent, attempt=0, joins=joins, reducers=ids[:1], owners=(0,) * len(hashes))
+    plan = Plan(
+        run=run, parent=parent, attempt=0, leader=ids[0], joins=joins, reducers=ids[:1], owners=(0,) * len(hashes)
+    )
     document = sign(members[0], RoundOutcome(round=round_, plan=plan, included=ids, results=results_root(hashes)))
     accepts = {member.peer_id: accept(member, document.hash, 0) for member in members}
     return Proof(outcome=document, attempt=0, group=ids, accepts=accepts, hashes=b"".join(hashes).hex())

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError, RoundFailed
-from node.swarm.consensus.ballot import MAX_AHEAD, Ballot, later_attempt, most_wrong
+from node.swarm.consensus.ballot import MAX_AHEAD, Attempt, Ballot, later_attempt, most_wrong
 from node.swarm.consensus.quorum import Electorate
+from tests.event_loop import in_loop
 
 
 def test_a_member_that_could_not_be_reached_is_doubted_only_for_a_time() -> None:
@@ -146,3 +147,14 @@ def test_only_members_wait_for_a_later_attempt() -> None:
 
 def test_a_node_follows_one_member_if_the_others_are_too_few_for_the_run() -> None:
     assert number_after((7, 0, 0), range(4), min_peers=4) == 7
+
+
+@in_loop
+async def test_an_attempt_that_ends_before_its_plan_keeps_no_contribution_waiting() -> None:
+    """Each waiting call holds a contribution in memory, and a plan for many members may take a minute."""
+    attempt = Attempt("00" * 32, 0)
+    waiting = asyncio.create_task(attempt.reducer_ready(60.0))
+    await asyncio.sleep(0)
+    attempt.ended.set()
+    with pytest.raises(PeerError, match="no plan"):
+        await asyncio.wait_for(waiting, 5.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -66,13 +67,14 @@ def test_dictionaries_of_records_and_tuples_are_read_as_before() -> None:
 
 
 @in_loop
-async def test_requests_and_replies_of_the_dht_are_limited() -> None:
-    network, size = InProcessNetwork(), 10
+async def test_requests_and_replies_of_the_dht_are_limited(caplog: pytest.LogCaptureFixture) -> None:
+    network, size, is_refused = InProcessNetwork(), 10, False
     served, calling = (InProcessWire(network, new_identity().peer_id) for _ in range(2))
     peer = PeerID.from_base58(served.peer_id)
 
     async def answer(request: Any, context: P2PContext) -> Any:
         assert context.remote_id == PeerID.from_base58(calling.peer_id)
+        assert not is_refused, "hivemind refuses some requests like this"
         return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=bytes(size)) for _ in request.keys])
 
     for method, request_type in (("find", dht_pb2.FindRequest), ("store", dht_pb2.StoreRequest)):
@@ -98,6 +100,12 @@ async def test_requests_and_replies_of_the_dht_are_limited() -> None:
     size = 2**18
     with pytest.raises(PeerError):
         await ask(most)
+    is_refused = True
+    with pytest.raises(PeerError, match="wrong form"):
+        await ask(dht_pb2.FindRequest())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "strangers fill no log"
+    with pytest.raises(PeerError, match="this node itself"):
+        await dht.WireP2P(served, "dht").call_protobuf_handler(peer, "DHTProtocol.rpc_find", most, dht_pb2.FindResponse)
     with pytest.raises(PeerError, match="wrong form"):
         await calling.call(served.peer_id, "dht_find", Message({}, [b"\xff" * 9]), timeout_s=5)
 

@@ -25,7 +25,19 @@ from node.errors import PeerError
 from node.host.printable import printable
 from node.swarm.chain.chain import Tip
 from node.swarm.identity import Identity, verify
-from node.swarm.messages import Content, Document, Hex64, Join, PeerId, Proof, RoundOutcome, Signature, read, voters
+from node.swarm.messages import (
+    Content,
+    Document,
+    Hex64,
+    Join,
+    PeerId,
+    Proof,
+    RoundOutcome,
+    Signature,
+    read,
+    read_outcome,
+    voters,
+)
 
 PURPOSE = "diloco credit"
 CREDIT_FILE = "credit.json"
@@ -162,7 +174,7 @@ def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -
         digest = root_digest_of(evidence.round, evidence.tokens, parameters, leaves, credit_root, amendments)
     except ValueError as exc:
         raise PeerError("its manifest has an impossible number of parameters") from exc
-    outcome = read(proof.outcome, RoundOutcome)
+    outcome = read_outcome(proof.outcome)
     if outcome.round != evidence.round or outcome.plan.run != run:
         raise PeerError("the outcome is of another round or run")
     contributors, group = set(outcome.included), set(proof.group)

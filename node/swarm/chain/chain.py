@@ -101,7 +101,7 @@ class Tip:
 
     @property
     def leader(self) -> str:
-        """The leader that made the head; empty before the first record."""
+        """The leader that made the head (`messages.read_outcome`); empty before the first record."""
         return self.proof.outcome.signer if self.proof is not None else ""
 
 

@@ -16,7 +16,7 @@ from node.host.printable import printable
 from node.swarm.allreduce.reducer import Reducer
 from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution, StageTimer, first
 from node.swarm.consensus.commit import Committer
-from node.swarm.consensus.context import Context
+from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.depositary import Sender
 from node.swarm.consensus.group_closing import PATIENCE_RATIO, WAITING_CODES
 from node.swarm.consensus.voter import Voter
@@ -46,14 +46,14 @@ class Attendance:
     async def attend(self, attempt: Attempt, mine: LocalContribution, join: Document) -> None:
         """Attend from the join to the commit. Every wait has a timeout. Raises RoundFailed, PeerError."""
         ctx = self._ctx
-        patient_until_s, strange = ctx.clock() + self._patience_s(), 0
+        attempt.patient_until_s, strange = ctx.clock() + self._patience_s(), 0
         while not attempt.ended.is_set() and ctx.chain.tip.head == mine.parent:
             if attempt.has:
                 if ctx.clock() > attempt.deadline_s:
                     raise RoundFailed("the attempt took too long", code="timeout")
             else:
                 self._ballot.follow_members()
-                if ctx.clock() > patient_until_s and self._enough_members():
+                if ctx.clock() > attempt.patient_until_s and self._enough_members():
                     raise RoundFailed("the leader did not close its group in time", code="leader_lost")
             target = attempt.holder or ctx.leader_at(attempt.number)
             if not target:  # This node is downloading a state, and so is every other one.
@@ -131,7 +131,10 @@ class Attendance:
         if attempt.vote is not None:
             header["vote"] = attempt.vote
         attempt.has_news.clear()
-        timeout_s = ctx.peer_table.timings.hold_s + ctx.answer_s
+        hold_s = ctx.peer_table.timings.hold_s
+        timeout_s = hold_s + ctx.answer_s
+        if not attempt.has:  # A leader that gossips, but never answers, uses up this node's patience only.
+            timeout_s = min(timeout_s, max(0.0, attempt.patient_until_s - ctx.clock()) + hold_s + CALL_S)
         poll = ctx.wire.call(target, "attend", Message(header, claims), timeout_s=timeout_s)
         call = asyncio.ensure_future(while_live(ctx.peer_table, target, poll))
         news = [asyncio.ensure_future(event.wait()) for event in (attempt.has_news, attempt.ended)]
@@ -160,7 +163,11 @@ class Attendance:
         ctx, plan = self._ctx, read(document, Plan)
         joins = check_plan(plan, ctx.rules.bounds, attempt.parent, ctx.next_round)
         ctx.amendments_after(plan)
-        if document.signer != leader or plan.attempt != attempt.number or not ctx.peer_table.is_member(leader):
+        if (
+            not document.signer == plan.leader == leader
+            or plan.attempt != attempt.number
+            or not ctx.peer_table.is_member(leader)
+        ):
             raise PeerError("a plan does not come from the leader of this attempt")
         if ctx.me not in joins or joins[ctx.me].tokens != mine.tokens:
             raise PeerError("a plan does not contain this node's join")

@@ -95,6 +95,8 @@ class Attempt:
     """As a member: the plan that the leader has sent."""
     has: Literal["", "plan", "proposal"] = ""
     """As a member: what the leader has told this node so far."""
+    patient_until_s: float = math.inf
+    """As a member: until when to wait for the leader to close the group."""
     deadline_s: float = math.inf
     """As a member: when to give up; infinite until the plan arrives."""
     vote: Any = None
@@ -153,11 +155,9 @@ class Attempt:
 
     async def reducer_ready(self, timeout_s: float) -> Reducer:
         """Wait for the plan, because contributions may arrive before it, and return the reducer. Raises PeerError."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.planned.wait()
-        except TimeoutError as exc:
-            raise PeerError("this node has no plan for that attempt", code="timeout") from exc
+        await first((self.planned, self.ended), timeout_s)
+        if not self.planned.is_set():
+            raise PeerError("this node has no plan for that attempt", code="timeout")
         if self.reducer is None:
             raise PeerError("this node reduces nothing in that attempt")
         return self.reducer
@@ -230,13 +230,13 @@ class Ballot:
             raise PeerError("a message has no valid attempt number")
         return number
 
-    def contradicts_plan(self, outcome: RoundOutcome, signer: str) -> bool:
-        """Whether an outcome of an earlier attempt is not of the plan that this node has got in that attempt, or not of
-        that plan's leader. Any member of a plan could sign an outcome of it."""
+    def contradicts_plan(self, outcome: RoundOutcome) -> bool:
+        """Whether an outcome of an earlier attempt is not of the plan that this node has got in that attempt.
+
+        Any member could make a plan of its own with the joins of a true one.
+        """
         attempt = self._attempts.get(outcome.plan.attempt)
-        if attempt is None or attempt.given is None:
-            return False
-        return attempt.given != outcome.plan or attempt.leader != signer
+        return attempt is not None and attempt.given is not None and attempt.given != outcome.plan
 
     async def save(self, parent: str, lowest_attempt: int, chunks: Sequence[bytes] | None = None) -> None:
         """Write to the disk in which attempts this node may still act, and its vote, so that a crash loses neither.

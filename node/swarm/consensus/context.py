@@ -28,7 +28,7 @@ from node.swarm.consensus.quorum import Electorate
 from node.swarm.governance.amendment_pool import AmendmentPool
 from node.swarm.governance.charter import AmendmentRefused, Charter
 from node.swarm.membership.peer_table import PeerTable
-from node.swarm.messages import Bounds, Join, Plan, is_feasible, is_kept, joins_of, read_join
+from node.swarm.messages import MAX_MEMBERS, Bounds, Join, Plan, is_feasible, is_kept, joins_of, read_join
 from node.swarm.transport.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ SLOWEST_BYTES_PER_S = 200_000.0
 """The slowest uplink that a run supports: 2 Mbit/s, less headers (`rate_limiter.OVERHEAD_RATIO`) and other traffic."""
 JOIN_BYTES = 1000
 """About the length of one member's join in a plan."""
+MOST_FOUNDERS = 64
+"""So many members count for the time of a plan, even if fewer are in the last record."""
 FIXED_S = 15.0
 """The constant part of the timeout of a bulk transfer."""
 
@@ -328,9 +330,13 @@ class Context:
 
     @property
     def answer_s(self) -> float:
-        """Timeout of a call that waits for a leader's plan: the plan has all joins, and is sent to all members."""
-        plans_s = JOIN_BYTES * len(self.peer_table.members()) ** 2 / SLOWEST_BYTES_PER_S
-        return CALL_S + min(plans_s, self.rules.bulk_s)
+        """Timeout of a call that waits for a leader's plan: the plan has all joins, and is sent to all members.
+
+        Peers that are not in the last record cost nothing, so only as many of them count as there are in it.
+        """
+        most = min(MAX_MEMBERS, max(MOST_FOUNDERS, 2 * len(self.chain.tip.last_weights)))
+        members = min(len(self.peer_table.members()), most)
+        return CALL_S + min(JOIN_BYTES * members**2 / SLOWEST_BYTES_PER_S, self.rules.bulk_s)
 
     def can_commit(self, members: Collection[str]) -> bool:
         """Whether these members are enough for a round."""
@@ -339,18 +345,16 @@ class Context:
     def leader_at(self, number: int) -> str:
         """The leader of this attempt at the next round; empty without members.
 
-        Members with the same tip and the same peers agree on it. These lead last, the first ones after all others:
-        1. members that are not in the last record, because identities without work are free,
-        2. members that others wait for: those on slow uplinks and behind relays,
-        3. the leader of the last record, because it made the head, and with some tries it finds one whose order begins
-           with itself.
+        Members with the same tip and the same peers agree on it. Members that others wait for lead last: those on slow
+        uplinks and behind relays. Among equals, the leader of the last record leads last, because it made the head, and
+        with some tries it finds one whose order begins with itself.
         """
         tip = self.chain.tip
         joins = joins_of(tip.proof.outcome) if tip.proof is not None else {}
         leaders, preferred = self.peer_table.leaders(), self.peer_table.callable_members(with_evicted=True)
-        newcomers = set(leaders) - set(tip.last_weights)
         slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in joins.items()})
-        return leader_of(tip.head, leaders, number, newcomers, slow | (set(leaders) - set(preferred)), [tip.leader])
+        last = (slow | (set(leaders) - set(preferred)), [tip.leader])
+        return leader_of(tip.head, leaders, number, tip.last_weights, *last)
 
     def check_join_fits(self, join: Join) -> None:
         """Raise PeerError unless a join at this node's head names the node's outer state and length of the round.

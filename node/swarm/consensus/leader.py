@@ -159,7 +159,7 @@ class Leader:
         for one in claims.by_precedence():
             claim = by_outcome[one.outcome]
             outcome = parse(RoundOutcome, claim.outcome.text)
-            contradicts = self._ballot.contradicts_plan(outcome, claim.outcome.signer)
+            contradicts = self._ballot.contradicts_plan(outcome)
             supporters = one.claimants if contradicts else one.supporters
             if one.outcome in doubted or not electorate.suffice(supporters):
                 continue
@@ -205,6 +205,7 @@ class Leader:
             run=self._ctx.rules.run,
             parent=attempt.parent,
             attempt=attempt.number,
+            leader=self._ctx.me,
             joins=tuple(joins),
             reducers=reducers,
             owners=owners,

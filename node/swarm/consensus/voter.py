@@ -21,7 +21,7 @@ from node.swarm.messages import (
     check_outcome,
     included_joins,
     parse,
-    read,
+    read_outcome,
     split_hashes,
 )
 
@@ -87,7 +87,7 @@ class Voter:
             for peer, (number, vote) in attempt.support.items()
             if number < attempt.number and accepted_by(peer, head, number, vote)
         }
-        members = () if self.ballot.contradicts_plan(outcome, document.signer) else outcome.plan.members
+        members = () if self.ballot.contradicts_plan(outcome) else outcome.plan.members
         if not self.ctx.electorate().suffice(earlier.union(members)):
             raise PeerError("an outcome is of too few of the last round's members", code="unsupported")
 
@@ -128,7 +128,7 @@ class Voter:
         bounds = self.ctx.rules.bounds
         if 2 * len(document.text.encode()) + len(hashes) > MAX_CLAIM_BYTES:  # A claim repeats the text as JSON.
             raise PeerError("an outcome is too long to be claimed later", code="bad_size")
-        outcome = read(document, RoundOutcome)
+        outcome = read_outcome(document)
         joins = check_outcome(outcome, bounds)
         check_hashes(outcome, split_hashes(hashes), bounds)
         if outcome.plan.parent != parent:

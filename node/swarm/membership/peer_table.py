@@ -288,7 +288,9 @@ class PeerTable:
         """
         if peer_id == self.me.peer_id:
             return
-        self._evicted_until_s[peer_id] = self._clock() + for_s
+        now_s = self._clock()
+        self._evicted_until_s = {peer: until_s for peer, until_s in self._evicted_until_s.items() if until_s > now_s}
+        self._evicted_until_s[peer_id] = now_s + for_s
         self.changed.set()
 
     def is_evicted(self, peer_id: str) -> bool:

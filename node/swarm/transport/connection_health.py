@@ -19,7 +19,7 @@ TIMER_RATIO = 0.95
 """A call that is cancelled after this share of its timeout counts as timed out."""
 BACKOFF_S = 30.0
 FORGET_S = 600.0
-"""Failures are forgotten this long after their pause."""
+"""Failures are forgotten this long after their pause, and timeouts this long after the last one."""
 
 
 class BackoffSet:
@@ -105,10 +105,12 @@ class HalfOpenDetector:
         self._timeouts.pop(peer_id, None)
 
     def _count_timeout(self, peer_id: str, began_s: float) -> None:
+        now_s = self._clock()
+        self._timeouts = {p: known for p, known in self._timeouts.items() if now_s - known[1] < FORGET_S}
         count, counted_at_s = self._timeouts.get(peer_id, (0, began_s))
         if began_s < counted_at_s:
             return  # This call ran concurrently with the last counted call, so its timeout is no new evidence.
-        self._timeouts[peer_id] = (count + 1, self._clock())
+        self._timeouts[peer_id] = (count + 1, now_s)
         if count + 1 >= MAX_TIMEOUTS and not self._bulk[peer_id]:
             del self._timeouts[peer_id]
             self._drop(peer_id)
