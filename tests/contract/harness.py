@@ -51,7 +51,7 @@ from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.suspend_clock import SuspendClock
 from node.swarm.transport.libp2p import Libp2pWire, open_wire
 from node.swarm.transport.p2pd import DaemonOptions
-from node.swarm.transport.wire import CallLimiter, NoRoutes, Traffic, Wire
+from node.swarm.transport.wire import CallLimiter, NoRoutes, Service, Traffic, Wire
 from tests.in_process import InProcessNetwork, InProcessWire
 
 T = TypeVar("T")
@@ -142,7 +142,9 @@ class Host:
         """Reset the host for the next test."""
 
         async def forget() -> None:
-            self.wire._services.clear()  # type: ignore[attr-defined]
+            services: dict[str, Service] = self.wire._services  # type: ignore[attr-defined]
+            for verb in [verb for verb in services if not verb.startswith(("dht_", "directory_"))]:
+                del services[verb]
             self.wire._call_limiter = CallLimiter()  # type: ignore[attr-defined]  # A handler of the test before may still hang.
             self.wire.traffic = Traffic()
             self.wire.routes = NoRoutes()

@@ -106,6 +106,7 @@ def test_build_compiles_modules_of_every_package_that_a_node_imports() -> None:
         "pydantic",
         "pydantic_core",
         "starlette",
+        "google",
     }
     assert imported_packages(ROOT / "node") - warmed - EXTRAS == set()
 
