@@ -8,7 +8,7 @@ in one order from numbers that all nodes have.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median_low
 
 import torch
@@ -89,23 +89,24 @@ def square_norm(x: Tensor) -> float:
     return total if total <= FP32_MAX else math.inf
 
 
-def weighted_mean(parts: Sequence[Tensor], weights: Sequence[int], scales: Sequence[float] | None = None) -> Tensor:
+def weighted_mean(parts: Iterable[Tensor], weights: Sequence[int], scales: Sequence[float] | None = None) -> Tensor:
     """Return the sum of share_i * scale_i * part_i in the given order, fp32 [n]. The parts, fp32 [n], do not change.
 
-    `scales` are those of `clip_scales`; None means all 1. share_i * scale_i is rounded to fp32 before it multiplies.
-    Raises ValueError for parts that differ in shape, number or dtype.
+    Each part is needed only until the next one, so an iterator keeps one of them in memory. `scales` are those of
+    `clip_scales`; None means all 1. share_i * scale_i is rounded to fp32 before it multiplies. Raises ValueError for
+    parts that differ in shape, number or dtype.
     """
-    if len(parts) != len(weights) or (scales is not None and len(scales) != len(parts)):
-        raise ValueError(f"{len(parts)} parts and {len(weights)} weights do not match.")
-    factors = [s * c for s, c in zip(shares(weights), scales or [1.0] * len(parts), strict=True)]
-    first = parts[0]
-    if any(part.shape != first.shape or part.dtype != torch.float32 for part in parts):
-        raise ValueError("All parts of a mean must be fp32 and of one shape.")
-    total = torch.mul(first, _scalar(factors[0], first))
-    product = torch.empty_like(total)
-    for part, factor in zip(parts[1:], factors[1:], strict=True):
-        torch.mul(part, _scalar(factor, part), out=product)
-        total.add_(product)
+    factors = [s * c for s, c in zip(shares(weights), scales or [1.0] * len(weights), strict=True)]
+    total, product = None, None
+    for part, factor in zip(parts, factors, strict=True):
+        if part.dtype != torch.float32 or (total is not None and part.shape != total.shape):
+            raise ValueError("All parts of a mean must be fp32 and of one shape.")
+        if total is None:
+            total = torch.mul(part, _scalar(factor, part))
+        else:
+            product = torch.mul(part, _scalar(factor, part), out=product)
+            total.add_(product)
+    assert total is not None  # There is at least one weight.
     return total
 
 

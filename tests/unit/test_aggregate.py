@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -66,8 +68,25 @@ def test_weighted_mean_refuses_vectors_of_different_shape_or_dtype(second: torch
         weighted_mean([torch.ones(2), second], [1, 1])
 
 
+def test_weighted_mean_keeps_no_more_than_two_vectors_of_an_iterator() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+
+    def vectors() -> Iterator[torch.Tensor]:
+        for number in range(6):
+            vector = torch.full((4,), float(number))
+            made.append(weakref.ref(vector))
+            alive.append(sum(one() is not None for one in made))
+            yield vector
+
+    assert torch.equal(
+        weighted_mean(vectors(), [1] * 6), weighted_mean([torch.full((4,), float(n)) for n in range(6)], [1] * 6)
+    )
+    assert max(alive) == 2
+
+
 def test_number_of_weights_must_be_the_number_of_vectors() -> None:
-    with pytest.raises(ValueError, match="2 parts and 1 weights"):
+    with pytest.raises(ValueError, match="shorter than"):
         weighted_mean([torch.ones(2), torch.ones(2)], [1])
     with pytest.raises(ValueError, match="do not match"):
         clip_scales([1.0], [1, 1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -156,13 +156,15 @@ class Reducer:
             raise PeerError(f"the leader includes {len(missing)} contributions that have not arrived")
         weights = [self._weights[peer] for peer in included]
         scales = clip_scales([self._norms[peer] for peer in included], weights)
-        means, squares = {}, dict.fromkeys(included, 0.0)
-        for chunk in self.chunks:
-            n = self._layout.elements(chunk)
-            parts = [self._layout.codec.decode(self._parts[peer][chunk], n) for peer in included]
-            for peer, part in zip(included, parts, strict=True):
+        squares = dict.fromkeys(included, 0.0)
+
+        def decoded(chunk: int) -> Iterator[Tensor]:
+            for peer in included:
+                part = self._layout.codec.decode(self._parts[peer][chunk], self._layout.elements(chunk))
                 squares[peer] += square_norm(part)
-            means[chunk] = self._encode(chunk, weighted_mean(parts, weights, scales))
+                yield part
+
+        means = {chunk: self._encode(chunk, weighted_mean(decoded(chunk), weights, scales)) for chunk in self.chunks}
         return means, squares
 
 
