@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
+from node.swarm.consensus.ballot import Attempt
 from node.swarm.consensus.handlers import MAX_REFUSED_CLAIMS
-from node.swarm.consensus.voter import Voter
+from node.swarm.consensus.voter import MAX_CLAIMS, Voter
 from node.swarm.identity import new_identity
 from node.swarm.messages import AcceptedOutcome, Document, Join, RoundOutcome, accept, parse, sign
 from node.swarm.transport.wire import MAX_HEADER_BYTES, Message
@@ -127,6 +128,24 @@ def test_few_wrong_claims_of_a_member_are_checked(swarm: Swarm, monkeypatch: pyt
     assert len(checks) == MAX_REFUSED_CLAIMS
 
 
+def test_few_different_claims_of_a_member_are_kept_in_a_round(swarm: Swarm) -> None:
+    """A member may make any number of outcomes with invented keys, and each is as long as a plan."""
+    _, _, second, member = _at_rest(swarm)
+    made = [lone_outcome(member, member.tip.head, float(value)) for value in range(MAX_CLAIMS + 2)]
+
+    async def claim(number: int) -> None:
+        text = json.dumps(claim_of(member, *made[number])).encode()
+        second.participant._handlers.voter.read_accepted(text, member.peer_id, Attempt(member.tip.head, 2))
+
+    for number in range(MAX_CLAIMS):
+        second.host.do(claim(number))
+    for number in (MAX_CLAIMS, MAX_CLAIMS + 1):
+        with pytest.raises(PeerError, match="too many outcomes"):
+            second.host.do(claim(number))
+    second.host.do(claim(3))
+    assert len(second.participant.ballot.checked_claims) == MAX_CLAIMS
+
+
 def test_a_join_names_the_outcome_that_its_member_claims(swarm: Swarm) -> None:
     _, second, _, member = _at_rest(swarm)
     outcome, hashes = lone_outcome(member, member.tip.head, 1.0)
@@ -171,7 +190,9 @@ def test_an_outcome_of_this_attempt_must_be_signed_by_its_leader(swarm: Swarm) -
     """A leader cannot hide that it proposes two outcomes by signing one of them with another key."""
     _, _, second, member = _at_rest(swarm)
     outcome, hashes = lone_outcome(member, member.tip.head, 1.0)
-    other = sign(new_identity(), parse(RoundOutcome, outcome.text))
+    stranger, content = new_identity(), parse(RoundOutcome, outcome.text)
+    plan = content.plan.model_copy(update={"leader": stranger.peer_id})
+    other = sign(stranger, content.model_copy(update={"plan": plan}))
     with pytest.raises(PeerError, match="not signed by its leader"):
         propose(member, second, other, hashes.hex())
 

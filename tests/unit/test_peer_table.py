@@ -14,7 +14,7 @@ from node.errors import PeerError
 from node.status import MEMBER_PHASES, Phase, Report, TaskScores
 from node.swarm.identity import Identity, new_identity, verify
 from node.swarm.membership import peer_table
-from node.swarm.membership.gossip import MAX_REQUEST_BYTES, Gossip
+from node.swarm.membership.gossip import MAX_REQUEST_BYTES, Gossip, fanout
 from node.swarm.membership.peer_table import (
     FORGOTTEN_S,
     GOSSIP_AGE_S,
@@ -413,6 +413,21 @@ def test_old_records_are_gossiped_to_their_own_peer_only(clock: Clock, table: Pe
 
 def new_gossip(network: InProcessNetwork, table: PeerTable) -> Gossip:
     return Gossip(InProcessWire(network, table.me.peer_id), table, random.Random(0))
+
+
+def test_contributors_hear_of_each_other_although_there_are_many_strangers(clock: Clock, table: PeerTable) -> None:
+    """Quorums take a contributor that is not heard of for dead. Strangers are free, and pass on nobody's records."""
+    contributors, strangers = ids(YOU, THIRD), [f"stranger{number}" for number in range(300)]
+
+    async def main() -> None:
+        gossip = new_gossip(InProcessNetwork(), table)
+        assert len(gossip._choose(contributors + strangers)) == fanout(302), "without a chain, all are alike"
+        gossip.contributors = lambda: contributors
+        chosen = gossip._choose(contributors + strangers)
+        assert set(contributors) < set(chosen) and len(chosen) == 2 + fanout(300)
+        assert set(gossip._choose(contributors)) == set(contributors)
+
+    asyncio.run(main())
 
 
 @pytest.mark.timeout(20)

@@ -8,16 +8,22 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.swarm.allreduce.chunk_assignment import FASTEST_BYTES_S, capacities, chunk_owners
+from node.swarm.allreduce.chunk_assignment import FASTEST_BYTES_S, believed, capacities, chunk_owners
+from node.swarm.consensus.context import Context
 from node.swarm.consensus.depositary import depositaries
 from node.swarm.consensus.group_closing import WAITING_CODES, ClosingRule, Gathering, GroupVerdict, judge, left_out
 from node.swarm.consensus.leader_election import leader_of, leader_order, slow_uplinks
 from node.swarm.consensus.quorum import Electorate
+from node.swarm.identity import new_identity
+from node.swarm.messages import Plan, RoundOutcome, sign
+from tests.unit.swarm_data import RUN, new_join
 
 TIME = ClosingRule("time", min_peers=2, quorum_ratio=0.5)
 STEPS = ClosingRule("steps", min_peers=2, quorum_ratio=0.5)
@@ -394,6 +400,35 @@ def test_members_on_slow_uplinks_lead_last() -> None:
     assert set(led[:6]) == set(peers) - slow and set(led[6:]) == slow, "all members lead"
     assert led[:6] == [peer for peer in leader_order("parent", peers) if peer not in slow]
     assert leader_of("parent", ["peer1"], 3, ["peer1"], slow) == "peer1"
+
+
+def test_a_newcomer_that_claims_a_fast_uplink_averages_no_more_than_the_others() -> None:
+    homes = {f"home{i}": 1.25e6 for i in range(4)}
+    rates = believed(homes | {"stranger": FASTEST_BYTES_S}, homes)
+    assert rates == 5 * [1.25e6]
+    owners = chunk_owners(128, capacities(rates))
+    assert max(Counter(owners).values()) <= 26
+    assert believed({"stranger": 7.0}, []) == [7.0], "before the first record, all are newcomers"
+    assert believed({"home": 1e6, "fast": 1e9}, ["home", "fast"]) == [1e6, 1e9]
+
+
+def test_joins_that_a_leader_adds_to_its_plan_make_no_contributor_slow() -> None:
+    """With invented members on fast uplinks, a leader could make all others slow, and lead every round."""
+    keys = sorted((new_identity() for _ in range(8)), key=lambda key: key.peer_id)
+    rates = {key.peer_id: 1e9 if number % 2 else 1e6 for number, key in enumerate(keys)}
+    contributors = [key.peer_id for key in keys[::2]]
+    leader, *_ = contributors
+    rates[leader] = 1e9
+    joins = tuple(sign(key, new_join().model_copy(update={"upload_bytes_s": rates[key.peer_id]})) for key in keys)
+    plan = Plan(run=RUN, parent=RUN, attempt=0, leader=leader, joins=joins, reducers=(leader,), owners=(0,))
+    outcome = RoundOutcome(round=0, plan=plan, included=tuple(contributors), results="00" * 32)
+    tip = SimpleNamespace(
+        head="head", proof=SimpleNamespace(outcome=sign(keys[0], outcome)), leader=leader,
+        last_weights=dict.fromkeys(contributors, 100),
+    )  # fmt: skip
+    table = SimpleNamespace(leaders=lambda: contributors, callable_members=lambda **_: contributors)
+    context: Any = SimpleNamespace(chain=SimpleNamespace(tip=tip), peer_table=table)
+    assert [Context.leader_at(context, attempt) for attempt in range(4)].index(leader) == 3
 
 
 def test_the_last_leader_leads_after_those_who_are_as_fast() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 FASTEST_BYTES_S = 125e6
 """1 Gbit/s. A member that claims more gets no larger share."""
@@ -27,6 +27,17 @@ def chunk_owners(chunks: int, capacities: Sequence[float]) -> tuple[int, ...]:
     for index, end in enumerate(ends):
         owners += [index] * (end - len(owners))
     return tuple(owners)
+
+
+def believed(declared_bytes_s: Mapping[str, float], contributors: Collection[str]) -> list[float]:
+    """The uplink rates of reducers by which chunks are assigned; 0 is an unknown rate.
+
+    A member that is not in the last record counts as no faster than the lower median of those that are. Otherwise a
+    stranger that claims a fast uplink would average nearly all chunks in its first round.
+    """
+    known = [rate for peer, rate in declared_bytes_s.items() if rate > 0 and peer in contributors]
+    most = statistics.median_low(known) if known else math.inf
+    return [rate if peer in contributors else min(rate, most) for peer, rate in declared_bytes_s.items()]
 
 
 def capacities(declared_bytes_s: Sequence[float]) -> list[float]:

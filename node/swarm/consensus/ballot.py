@@ -59,9 +59,6 @@ class Attempt:
     joins: dict[str, Document] = field(default_factory=dict)
     proposals: dict[str, AcceptedOutcome] = field(default_factory=dict)
     """The outcome that each member has accepted in an earlier attempt."""
-    checked_claims: dict[tuple[Document, str, int], RoundOutcome] = field(default_factory=dict)
-    """Valid outcomes, by document, chunk hashes and attempt of the vote. The hash of a document does not cover its
-    signer, so it is no key."""
     attended_at_s: dict[str, float] = field(default_factory=dict)
     """When each member that has joined at this node last attended."""
     plan: Document | None = None
@@ -147,7 +144,6 @@ class Attempt:
             if task is not None and task is not current:
                 task.cancel()
         self.joins, self.proposals, self.weights, self.reducer = {}, {}, {}, None
-        self.checked_claims = {}
 
     def raise_failure(self) -> None:
         if self.failure is not None:
@@ -194,6 +190,11 @@ class Ballot:
         rounds."""
         self._accusers: dict[str, dict[str, int]] = {}
         """For each reducer, the leaders that accused it and the round in which they did. Kept for LATELY rounds."""
+        self.checked_claims: dict[tuple[Document, str], RoundOutcome] = {}
+        """Valid outcomes of this round that members have claimed, by document and chunk hashes. The hash of a document
+        does not cover its signature, so it is no key."""
+        self.claims_of = Counter[str]()
+        """How many outcomes of this round each member was the first to claim."""
         self.refused_claims: dict[str, list[PeerError]] = {}
         """Why claims of each member to have accepted an outcome were refused in this round."""
         self.joined_at: dict[str, int] = {}
@@ -357,6 +358,8 @@ class Ballot:
         self.mine, self.accepted, self.suspensions_at_vote = None, None, None
         self.omitted, self.distrusts_reducers = set(), False
         self.refused_claims.clear()
+        self.checked_claims.clear()
+        self.claims_of.clear()
         self._raised.clear()
         oldest = self._chain.tip.round - LATELY
         self.joined_at = {peer: round_ for peer, round_ in self.joined_at.items() if round_ >= oldest}

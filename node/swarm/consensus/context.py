@@ -352,7 +352,8 @@ class Context:
         tip = self.chain.tip
         joins = joins_of(tip.proof.outcome) if tip.proof is not None else {}
         leaders, preferred = self.peer_table.leaders(), self.peer_table.callable_members(with_evicted=True)
-        slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in joins.items()})
+        # A leader may add any number of joins to its plan, but each contributor has sent its work to all reducers.
+        slow = slow_uplinks({peer: joins[peer].upload_bytes_s for peer in tip.last_weights})
         last = (slow | (set(leaders) - set(preferred)), [tip.leader])
         return leader_of(tip.head, leaders, number, tip.last_weights, *last)
 

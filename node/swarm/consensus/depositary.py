@@ -106,7 +106,7 @@ class Sender:
         self.is_depositing = False
 
     def round_over(self, plan: Plan, uplinks_bytes_s: Mapping[str, float], included: Sequence[str]) -> None:
-        """Prepare for the next round. `uplinks_bytes_s` are the rates that the plan's members signed; 0 if unknown."""
+        """Prepare for the next round. `uplinks_bytes_s` are the rates that the contributors signed; 0 if unknown."""
         ctx, given = self._ctx, self._given
         if given is not None and given[0].parent == plan.parent and ctx.me not in included:
             self._distrusted.add(given[1])

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 from node.errors import PeerError, RoundFailed, SwarmError
-from node.swarm.allreduce.chunk_assignment import capacities, chunk_owners
+from node.swarm.allreduce.chunk_assignment import believed, capacities, chunk_owners
 from node.swarm.allreduce.reducer import is_norm_misdeclared
 from node.swarm.consensus.ballot import BEHIND_GRACE_S, Attempt, Ballot, first
 from node.swarm.consensus.claims import Claims, gather
@@ -193,8 +193,9 @@ class Leader:
         if not reducers:
             why = "no member can be reached from outside: one of them must open a port, or a relay must join"
             raise RoundFailed(why, code="reducer_lost")
-        uplinks_bytes_s = [declared[peer].upload_bytes_s for peer in reducers]
-        owners = chunk_owners(len(self._ctx.layout.bounds), capacities(uplinks_bytes_s))
+        uplinks = {peer: declared[peer].upload_bytes_s for peer in reducers}
+        rates = believed(uplinks, self._ctx.chain.tip.last_weights)
+        owners = chunk_owners(len(self._ctx.layout.bounds), capacities(rates))
         if owners:  # A reducer without a chunk would only be one more that may fail.
             kept = sorted(set(owners))
             reducers, owners = tuple(reducers[i] for i in kept), tuple(kept.index(owner) for owner in owners)

@@ -151,7 +151,7 @@ class Participant:
     def _on_commit(self, committed: Committed) -> None:
         outcome, proof = committed.outcome, committed.tip.proof
         joins = joins_of(proof.outcome) if proof is not None else {}
-        uplinks = {peer: join.upload_bytes_s for peer, join in joins.items()}
+        uplinks = {peer: joins[peer].upload_bytes_s for peer in committed.tip.last_weights}
         self.sender.round_over(outcome.plan, uplinks, outcome.included)
         self.depositary.clear()
         self.pool.round_over()

@@ -25,6 +25,9 @@ from node.swarm.messages import (
     split_hashes,
 )
 
+MAX_CLAIMS = 16
+"""Limit on the outcomes that one member claims in one round to have accepted. Each stays in memory for the round."""
+
 
 @dataclass(frozen=True, slots=True)
 class Voter:
@@ -109,11 +112,16 @@ class Voter:
         if not accepted_by(caller, accepted.outcome.hash, accepted.attempt, accepted.vote):
             raise PeerError("a member has not voted for what it claims to have accepted", code="bad_signature")
         # All members that have voted for an outcome claim the same one, which has a signature of each of them.
-        key = accepted.outcome, accepted.hashes, accepted.attempt
-        outcome = attempt.checked_claims.get(key)
+        key = accepted.outcome, accepted.hashes
+        outcome = self.ballot.checked_claims.get(key)
         if outcome is None:
+            if self.ballot.claims_of[caller] >= MAX_CLAIMS:
+                raise PeerError("a member claims to have accepted too many outcomes", code="busy")
+            self.ballot.claims_of[caller] += 1
             outcome, _ = self._check_outcome(accepted.outcome, accepted.hashes, attempt.parent, accepted.attempt)
-            attempt.checked_claims[key] = outcome
+            self.ballot.checked_claims[key] = outcome
+        if outcome.plan.attempt > accepted.attempt:
+            raise PeerError("an outcome is of a later attempt than the one that accepts it")
         # The claim of an honest member counts, even if the leader of that attempt signed two outcomes.
         self.committer.check_equivocation(accepted.outcome, outcome)
         return accepted

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from node.errors import PeerError
@@ -32,6 +32,8 @@ class Gossip:
 
     def __init__(self, wire: Wire, peer_table: PeerTable, rng: random.Random) -> None:
         self._wire, self._peer_table, self._rng = wire, peer_table, rng
+        self.contributors: Callable[[], Collection[str]] = tuple
+        """Returns the contributors to the last record; none until this node has a chain."""
         wire.serve({"gossip": Service(self._answer, Channel.DHT, MAX_REQUEST_BYTES)})
 
     async def run(self) -> None:
@@ -40,7 +42,7 @@ class Gossip:
             others = [r.peer_id for r in self._peer_table.gossip_partners()]
             if beat % 2 == 0 or len(others) <= LARGE:
                 self._peer_table.pulse()
-            chosen = self._rng.sample(others, min(fanout(len(others)), len(others)))
+            chosen = self._choose(others)
             dead = [r.peer_id for r in self._peer_table.dead() if self._peer_table.can_call(r)]
             dead = [peer_id for peer_id in dead if peer_id not in chosen]
             if dead and self._rng.random() < CALL_DEAD_RATIO:
@@ -49,6 +51,15 @@ class Gossip:
             await asyncio.sleep(self._peer_table.timings.gossip_s)
             if not all(call.done() for call in calls):
                 logger.debug("A gossip call takes longer than the time between two heartbeats.")
+
+    def _choose(self, others: Sequence[str]) -> list[str]:
+        """Draw peers from the last contributors, and as many from the others.
+
+        Quorums are of the last contributors, so they must hear of each other in time, however many strangers there are.
+        """
+        last = set(self.contributors())
+        groups = [peer for peer in others if peer in last], [peer for peer in others if peer not in last]
+        return [peer for group in groups for peer in self._rng.sample(group, min(fanout(len(group)), len(group)))]
 
     async def exchange(self, peer_id: str) -> bool:
         """Send one peer this node's record, and merge the peer's newer records. Returns False if the call fails."""
