@@ -1,0 +1,84 @@
+"""Free identities that do no work keep no contributor from hearing of the others."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from node.errors import PeerError
+from node.status import Channel, Phase
+from node.swarm.membership.gossip import _pack
+from node.swarm.membership.peer_table import PeerRecord, sign_record
+from node.swarm.transport.wire import Message, Service
+from tests.simulation import node as simulated_node
+from tests.simulation.keys import simulated_identity
+from tests.simulation.network import Life, Line, SimulatedWire
+from tests.simulation.run import World, simulate
+from tests.simulation.scenario import Scenario
+
+STRANGERS, NODES = 150, 4
+ARRIVE_S, LENGTH_S = 25.0, 60.0
+
+
+class Stranger:
+    """Tells all nodes once a second that it is here, and passes on nobody's records."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self._world, self._identity = world, simulated_identity(number)
+        self._life = Life(self._identity.peer_id)
+        world.network.lines[self._identity.peer_id] = Line(0.01, 0.0)
+        world.network.names[self._identity.peer_id] = f"s{number}"
+        self._wire = SimulatedWire(world.network, self._life)
+        self._wire.serve({"gossip": Service(self._answer, Channel.DHT)})
+
+    async def _answer(self, _caller: str, _message: Message) -> Message:
+        return Message()
+
+    def start(self) -> None:
+        run = partial(asyncio.ensure_future, self._run())
+        self._world.loop.call_soon(run, context=self._life.context)
+
+    async def _run(self) -> None:
+        rules, peer_id = self._world.rules, self._identity.peer_id
+        for number in range(10**9, 10**9 + 10**4):
+            record = PeerRecord(peer_id=peer_id, number=number, run=rules.run, head=rules.run, phase=Phase.PAUSED)
+            message = _pack([sign_record(self._identity, record)], {})
+            await asyncio.gather(*(self._tell(node.peer_id, message) for node in self._world.nodes))
+            await asyncio.sleep(1.0)
+
+    async def _tell(self, peer_id: str, message: Message) -> None:
+        try:
+            await self._wire.call(peer_id, "gossip", message, timeout_s=3.0)
+        except PeerError:
+            return  # The node may be busy.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_contributors_hear_of_each_other_among_many_silent_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contributor that is not heard of within `dead_s` counts as dead, and then the rest decide without it."""
+    monkeypatch.setattr(simulated_node, "DIAL_EVERY_S", 60.0)  # As often as real nodes dial those they have lost.
+    scenario = Scenario(
+        seed=3, step_s=(1.0,) * NODES, lines=(Line(0.01, 0.0),) * NODES, faults=(), length_s=LENGTH_S, min_peers=1,
+        quorum_ratio=0.5, policy="time", disk_s=0.001, join_at_s=(0.0, 0.1, 0.2, 0.3), founders=NODES,
+    )  # fmt: skip
+    present: list[int] = []
+
+    async def run(world: World) -> None:
+        for node, at_s in zip(world.nodes, scenario.join_at_s, strict=True):
+            world.loop.call_later(at_s, node.start)
+        await asyncio.sleep(ARRIVE_S)
+        for number in range(STRANGERS):
+            Stranger(world, 200 + number).start()
+        await asyncio.sleep(10.0)  # Records from before may be as old as `dead_s`.
+        while world.loop.time() < LENGTH_S:
+            await asyncio.sleep(1.0)
+            for node in world.nodes:
+                electorate = node.participant.ctx.electorate()
+                present.append(len(electorate.present & electorate.contributors))
+
+    report, _ = simulate(scenario, run=run)
+    assert report.violations == []
+    assert min(present) == NODES
