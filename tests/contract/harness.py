@@ -457,8 +457,12 @@ class Swarm:
 def in_leader_order(nodes: Sequence[Node]) -> list[Node]:
     """Sort the nodes in the order in which they lead the attempts of the next round."""
     tip, by_id = nodes[0].tip, {node.peer_id: node for node in nodes}
+    contributors, others = (
+        [peer for peer in by_id if peer in tip.last_weights],
+        [peer for peer in by_id if peer not in tip.last_weights],
+    )
     attempts = range((len(nodes) + 1) ** 2)  # A member that is not in the last record leads only one of several.
-    leaders = (leader_of(tip.head, list(by_id), attempt, tip.last_weights, [tip.leader]) for attempt in attempts)
+    leaders = (leader_of(tip.head, contributors, others, attempt, [tip.leader]) for attempt in attempts)
     return [by_id[peer] for peer in dict.fromkeys(leaders)]
 
 

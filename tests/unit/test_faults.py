@@ -98,7 +98,7 @@ def test_roles_of_a_fault_plan_are_the_leaders_of_the_first_two_attempts() -> No
     peers = ["a", "b", "c", "d"]
     for parent, last in (("x", ""), ("y", "a"), ("z", "d")):
         roles = {peer: role_of(peer, parent, peers, last) for peer in peers}
-        first, second = (leader_of(parent, peers, attempt, peers, [last]) for attempt in (0, 1))
+        first, second = (leader_of(parent, peers, [], attempt, [last]) for attempt in (0, 1))
         assert roles[first] == "leader" and roles[second] == "other"
         assert sorted(roles.values()) == ["", "", "leader", "other"]
     assert role_of("e", "x", peers, "") == "", "members outside of the last record have no role"

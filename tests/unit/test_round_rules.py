@@ -194,7 +194,7 @@ def test_the_leader_does_not_depend_on_the_order_of_the_peers(peers: set[str], p
     order = leader_order(parent, sorted(peers))
     assert order == leader_order(parent, sorted(peers, reverse=True))
     assert sorted(order) == sorted(peers)
-    assert leader_of(parent, sorted(peers), attempt, peers) == order[attempt % len(order)]
+    assert leader_of(parent, sorted(peers), [], attempt) == order[attempt % len(order)]
 
 
 def test_a_peer_that_leaves_does_not_change_the_leader_order_of_the_others() -> None:
@@ -206,7 +206,7 @@ def test_a_peer_that_leaves_does_not_change_the_leader_order_of_the_others() -> 
 
 def test_members_lead_equally_often() -> None:
     peers = [f"peer{i}" for i in range(10)]
-    counts = Counter(leader_of(f"head{k}", peers, 0, peers) for k in range(5000))
+    counts = Counter(leader_of(f"head{k}", peers, [], 0) for k in range(5000))
     assert set(counts) == set(peers)
     assert max(counts.values()) < 1.25 * min(counts.values())
 
@@ -273,7 +273,7 @@ def test_a_thousand_simulated_peers_close_rounds_in_time() -> None:
         assert len(group) >= 0.97 * len(live)
         owners = chunk_owners(256, [1.0] * len(group))
         assert len(owners) == 256
-        assert leader_of(f"head{number}", group, 0, group) in group
+        assert leader_of(f"head{number}", group, [], 0) in group
         live = rng.sample(crowd.peers, 900)  # A tenth leaves and others return.
     assert time.thread_time() - began_s < 20
 
@@ -339,7 +339,7 @@ def test_a_certificate_is_believed_unless_most_contributors_contradict_it(
 
 def test_an_attempt_has_no_leader_without_members() -> None:
     """All members may be downloading a state at the same time."""
-    assert leader_of("ab", [], 3, []) == "" and leader_of("ab", ["a"], 3, []) == "a"
+    assert leader_of("ab", [], [], 3) == "" and leader_of("ab", ["a"], [], 3) == "a"
 
 
 def test_quorum_before_the_first_record_is_more_than_half_of_the_members() -> None:
@@ -396,10 +396,10 @@ def test_depositaries_are_spread_over_the_fast_members() -> None:
 def test_members_on_slow_uplinks_lead_last() -> None:
     peers = [f"peer{i}" for i in range(8)]
     slow = {"peer1", "peer5"}
-    led = [leader_of("parent", peers, attempt, peers, slow) for attempt in range(8)]
+    led = [leader_of("parent", peers, [], attempt, slow) for attempt in range(8)]
     assert set(led[:6]) == set(peers) - slow and set(led[6:]) == slow, "all members lead"
     assert led[:6] == [peer for peer in leader_order("parent", peers) if peer not in slow]
-    assert leader_of("parent", ["peer1"], 3, ["peer1"], slow) == "peer1"
+    assert leader_of("parent", ["peer1"], [], 3, slow) == "peer1"
 
 
 def test_a_newcomer_that_claims_a_fast_uplink_averages_no_more_than_the_others() -> None:
@@ -434,21 +434,21 @@ def test_joins_that_a_leader_adds_to_its_plan_make_no_contributor_slow() -> None
 def test_the_last_leader_leads_after_those_who_are_as_fast() -> None:
     peers = [f"peer{i}" for i in range(6)]
     for head in range(50):
-        led = [leader_of(f"head{head}", peers, attempt, peers, {"peer2", "peer3"}, ["peer4"]) for attempt in range(6)]
+        led = [leader_of(f"head{head}", peers, [], attempt, {"peer2", "peer3"}, ["peer4"]) for attempt in range(6)]
         assert led[3] == "peer4" and set(led[4:]) == {"peer2", "peer3"}
 
 
 def test_one_newcomer_leads_after_each_turn_of_all_contributors() -> None:
     """Strangers need no work to be members, and may be many. But all contributors may have failed."""
     contributors, strangers = ["peer0", "peer1"], [f"stranger{i}" for i in range(100)]
-    led = [leader_of("head", strangers + contributors, attempt, contributors) for attempt in range(300)]
+    led = [leader_of("head", contributors, strangers, attempt) for attempt in range(300)]
     assert led[0::3] == 100 * led[:1] and led[1::3] == 100 * led[1:2] and set(led[:2]) == set(contributors)
     assert led[2::3] == leader_order("head", strangers)
 
 
 def test_others_lead_in_turn_if_no_contributor_is_a_member() -> None:
     peers = ["peer0", "peer1", "peer2"]
-    assert [leader_of("head", peers, attempt, ["gone"]) for attempt in range(3)] == leader_order("head", peers)
+    assert [leader_of("head", [], peers, attempt) for attempt in range(3)] == leader_order("head", peers)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ class Attendance:
             if not target:  # This node is downloading a state, and so is every other one.
                 await first((attempt.ended,), BACK_OFF_S)
                 continue
+            if not attempt.holder and target != ctx.me and not ctx.peer_table.is_member(target):
+                raise RoundFailed("the leader of this attempt is away", code="leader_lost")
             if ctx.peer_table.is_evicted(target):
                 raise RoundFailed("the leader has signed two outcomes", code="leader_lost")
             attempt.asked.add(target)

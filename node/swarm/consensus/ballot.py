@@ -251,6 +251,10 @@ class Ballot:
     def _begin(self, number: int, peer: str) -> None:
         """Go to a later attempt because of this peer, and end all lower attempts."""
         self._raised[peer] += 1
+        self.skip_to(number)
+
+    def skip_to(self, number: int) -> None:
+        """Go to this attempt, and end all lower attempts."""
         self.number = number
         for old in self._attempts.values():
             if old.number < number:

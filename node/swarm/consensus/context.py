@@ -343,19 +343,28 @@ class Context:
         return len(members) >= self.rules.closing.min_peers and self.electorate().is_quorum(members)
 
     def leader_at(self, number: int) -> str:
-        """The leader of this attempt at the next round; empty without members.
+        """The leader of this attempt at the next round, who may be dead; empty without members.
 
-        Members with the same tip and the same peers agree on it. Members that others wait for lead last: those on slow
-        uplinks and behind relays. Among equals, the leader of the last record leads last, because it made the head, and
-        with some tries it finds one whose order begins with itself.
+        The order of the contributors follows from the last record alone. Otherwise a member that shows the others
+        different phases could make them disagree about all leaders. Those that others wait for lead last: on slow
+        uplinks, and those that others cannot call. Among equals, the leader of the last record leads last, because it
+        made the head, and with some tries it finds one whose order begins with itself.
         """
-        tip = self.chain.tip
+        tip, leaders = self.chain.tip, self.peer_table.leaders()
         joins = joins_of(tip.proof.outcome) if tip.proof is not None else {}
-        leaders, preferred = self.peer_table.leaders(), self.peer_table.callable_members(with_evicted=True)
         # A leader may add any number of joins to its plan, but each contributor has sent its work to all reducers.
-        slow = slow_uplinks({peer: joins[peer].upload_bytes_s for peer in tip.last_weights})
-        last = (slow | (set(leaders) - set(preferred)), [tip.leader])
-        return leader_of(tip.head, leaders, number, tip.last_weights, *last)
+        last = {peer: joins[peer] for peer in tip.last_weights}
+        slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in last.items()})
+        waited_for = slow.union(peer for peer, join in last.items() if not join.reduces)
+        others = [peer for peer in leaders if peer not in last]
+        waited_for |= set(others) - set(self.peer_table.callable_members(with_evicted=True))
+        return leader_of(tip.head, list(last), others, number, waited_for, [tip.leader])
+
+    def next_led(self, number: int) -> int:
+        """The first attempt from this one on whose leader is a live member that may lead; `number` if there is none."""
+        leaders = set(self.peer_table.leaders())
+        attempts = range(number, number + len(self.chain.tip.last_weights) + 1)
+        return next((one for one in attempts if self.leader_at(one) in leaders), number)
 
     def check_join_fits(self, join: Join) -> None:
         """Raise PeerError unless a join at this node's head names the node's outer state and length of the round.

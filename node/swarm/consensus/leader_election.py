@@ -19,22 +19,26 @@ def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
 
 
 def leader_of(
-    parent: str, peer_ids: Sequence[str], attempt: int, contributors: Collection[str], *last: Collection[str]
+    parent: str, contributors: Sequence[str], others: Sequence[str], attempt: int, *last: Collection[str]
 ) -> str:
     """The leader of an attempt; empty without members.
 
-    First all `contributors` to the last record lead in turn, then one other member, then the contributors again, and so
-    on. Identities without work are free, so any number of others may come. But all contributors may have failed.
+    First all contributors to the last record lead in turn, dead or alive, then one of the other members, then the
+    contributors again, and so on. Identities without work are free, so any number of others may come. But all
+    contributors may have failed.
 
     Members in the first collection of `last` lead after their equals, and likewise in each part for the next ones.
     """
-    order = sorted(leader_order(parent, peer_ids), key=lambda peer: [peer in late for late in last])
-    known = [peer for peer in order if peer in contributors]
-    others = [peer for peer in order if peer not in contributors]
-    if not (known and others):
+
+    def in_order(peers: Sequence[str]) -> list[str]:
+        return sorted(leader_order(parent, peers), key=lambda peer: [peer in late for late in last])
+
+    first, second = in_order(contributors), in_order(others)
+    if not (first and second):
+        order = first or second
         return order[attempt % len(order)] if order else ""
-    turn, place = divmod(attempt, len(known) + 1)
-    return known[place] if place < len(known) else others[turn % len(others)]
+    turn, place = divmod(attempt, len(first) + 1)
+    return first[place] if place < len(first) else second[turn % len(second)]
 
 
 def slow_uplinks(uplinks_bytes_s: Mapping[str, float]) -> frozenset[str]:
@@ -53,5 +57,5 @@ def role_of(peer_id: str, parent: str, peer_ids: Sequence[str], last_leader: str
     """`leader` for the leader of the first attempt if no member is slow, `other` for that of the second. For faults."""
     if peer_id not in peer_ids:
         return ""
-    leaders = {leader_of(parent, peer_ids, attempt, peer_ids, [last_leader]): attempt for attempt in (1, 0)}
+    leaders = {leader_of(parent, peer_ids, [], attempt, [last_leader]): attempt for attempt in (1, 0)}
     return {0: "leader", 1: "other"}.get(leaders.get(peer_id, 2), "")

@@ -198,6 +198,7 @@ class Participant:
         await self.sender.deposit(mine)
         failures = 0
         while ctx.chain.tip.head == mine.parent and ballot.mine is mine:
+            ballot.skip_to(ctx.next_led(ballot.number))
             attempt = ballot.current
             try:
                 await self._attend(attempt, mine)
