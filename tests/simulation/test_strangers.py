@@ -1,9 +1,10 @@
-"""Free identities that do no work keep no contributor from hearing of the others."""
+"""Free identities that do no work keep no contributor from the others."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -17,23 +18,29 @@ from tests.simulation.keys import simulated_identity
 from tests.simulation.network import Life, Line, SimulatedWire
 from tests.simulation.run import World, simulate
 from tests.simulation.scenario import Scenario
+from tests.simulation.staged import SPLIT_AT_S, are_on_one_chain, run, scenario
 
 STRANGERS, NODES = 150, 4
 ARRIVE_S, LENGTH_S = 25.0, 60.0
 
 
 class Stranger:
-    """Tells all nodes once a second that it is here, and passes on nobody's records."""
+    """Tells all nodes once a second that it is here, and passes on nobody's records. It never answers `chain`."""
 
-    def __init__(self, world: World, number: int) -> None:
-        self._world, self._identity = world, simulated_identity(number)
+    def __init__(self, world: World, number: int, **record: Any) -> None:
+        """`record` are fields of its record."""
+        self._world, self._identity, self._record = world, simulated_identity(number), record
         self._life = Life(self._identity.peer_id)
         world.network.lines[self._identity.peer_id] = Line(0.01, 0.0)
         world.network.names[self._identity.peer_id] = f"s{number}"
         self._wire = SimulatedWire(world.network, self._life)
-        self._wire.serve({"gossip": Service(self._answer, Channel.DHT)})
+        self._wire.serve({"gossip": Service(self._answer, Channel.DHT), "chain": Service(self._hang, Channel.STATE)})
 
     async def _answer(self, _caller: str, _message: Message) -> Message:
+        return Message()
+
+    async def _hang(self, _caller: str, _message: Message) -> Message:
+        await asyncio.get_running_loop().create_future()
         return Message()
 
     def start(self) -> None:
@@ -43,7 +50,8 @@ class Stranger:
     async def _run(self) -> None:
         rules, peer_id = self._world.rules, self._identity.peer_id
         for number in range(10**9, 10**9 + 10**4):
-            record = PeerRecord(peer_id=peer_id, number=number, run=rules.run, head=rules.run, phase=Phase.PAUSED)
+            fields = {"head": rules.run, "phase": Phase.PAUSED} | self._record
+            record = PeerRecord(peer_id=peer_id, number=number, run=rules.run, **fields)
             message = _pack([sign_record(self._identity, record)], {})
             await asyncio.gather(*(self._tell(node.peer_id, message) for node in self._world.nodes))
             await asyncio.sleep(1.0)
@@ -60,14 +68,14 @@ class Stranger:
 def test_contributors_hear_of_each_other_among_many_silent_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A contributor that is not heard of within `dead_s` counts as dead, and then the rest decide without it."""
     monkeypatch.setattr(simulated_node, "DIAL_EVERY_S", 60.0)  # As often as real nodes dial those they have lost.
-    scenario = Scenario(
+    calm = Scenario(
         seed=3, step_s=(1.0,) * NODES, lines=(Line(0.01, 0.0),) * NODES, faults=(), length_s=LENGTH_S, min_peers=1,
         quorum_ratio=0.5, policy="time", disk_s=0.001, join_at_s=(0.0, 0.1, 0.2, 0.3), founders=NODES,
     )  # fmt: skip
     present: list[int] = []
 
-    async def run(world: World) -> None:
-        for node, at_s in zip(world.nodes, scenario.join_at_s, strict=True):
+    async def watch(world: World) -> None:
+        for node, at_s in zip(world.nodes, calm.join_at_s, strict=True):
             world.loop.call_later(at_s, node.start)
         await asyncio.sleep(ARRIVE_S)
         for number in range(STRANGERS):
@@ -79,6 +87,22 @@ def test_contributors_hear_of_each_other_among_many_silent_strangers(monkeypatch
                 electorate = node.participant.ctx.electorate()
                 present.append(len(electorate.present & electorate.contributors))
 
-    report, _ = simulate(scenario, run=run)
+    report, _ = simulate(calm, run=watch)
     assert report.violations == []
     assert min(present) == NODES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_healed_split_comes_together_although_strangers_claim_to_be_ahead() -> None:
+    """Each of them costs 20 s if it is asked for its chain, and they are asked in turn."""
+    one, ahead = scenario(NODES, (NODES - 1,), 30.0, 100.0, NODES), {"round": 10**6, "swarm_tokens": 10**15}
+
+    def prepare(world: World) -> None:
+        for node in world.nodes:
+            world.loop.call_soon(node.start)
+        for number in range(12):
+            claims = ahead | {"head": f"{number:064x}", "phase": Phase.TRAINING}
+            world.loop.call_later(SPLIT_AT_S - 5.0, Stranger(world, 200 + number, **claims).start)
+
+    assert are_on_one_chain(run(one, prepare).nodes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from node.swarm.transport.wire import Message
 
 logger = logging.getLogger(__name__)
 
+MOST_STRANGERS = 2
+"""Limit on the peers that have not contributed to this chain, as far as it is known, that are asked in one pass."""
 UNSERVED_S = 20.0
 """If no peer has had the result of the next round for so long, the node downloads a state instead."""
 PATIENCE_S = 20.0
@@ -106,6 +109,7 @@ class CatchUp:
         self._ctx, self._ballot, self._committer = participant.ctx, participant.ballot, participant.committer
         self._wire, self._peer_table = self._ctx.wire, self._ctx.peer_table
         self._on_lost = on_lost
+        self._rng = random.Random(self._ctx.me)  # noqa: S311 - not a secret
         self._unserved = "", 0.0
         """The head after which no peer has had the result of the next round, and since when."""
         ChainServer(self._ctx)
@@ -203,21 +207,37 @@ class CatchUp:
         return self._by_trust(elsewhere)
 
     def _by_trust(self, records: Iterable[PeerRecord]) -> list[PeerRecord]:
-        """The last contributors first, then who claims the most. A stranger may claim much and never answer."""
-        known = self._ctx.chain.tip.last_weights
-        return sorted(records, key=lambda record: (record.peer_id in known, *_progress(record)), reverse=True)
+        """The last contributors first, then earlier ones, then who claims the most.
+
+        A stranger may claim much and never answer. After a split, the others are earlier contributors.
+        """
+        last, known = self._ctx.chain.tip.last_weights, self._contributors()
+
+        def trust(record: PeerRecord) -> tuple[bool, bool, int, int]:
+            return record.peer_id in last, record.peer_id in known, *_progress(record)
+
+        return sorted(records, key=trust, reverse=True)
+
+    def _contributors(self) -> set[str]:
+        """The contributors to the rounds of this chain that this node knows."""
+        return {peer for link in self._ctx.chain.tip.links for peer in link.members}
 
     async def replay(self, peers: Sequence[PeerRecord]) -> bool:
         """Ask these peers in turn for rounds after this node's head, and adopt the rounds of the first that has some.
 
         Stops at the first peer that sends rounds or is at this node's head. Returns whether there was one.
-        Peers that send light proofs may be on another chain. If no round was adopted, `fork_choice` decides between
-        their chains and this node's.
+        Peers that send light proofs may be on another chain. If no contributor to this chain sends a round,
+        `fork_choice` decides between their chains and this node's, before any stranger is asked. At most MOST_STRANGERS
+        of these are asked, because each may take CHAIN_TIMEOUT_S.
         """
         has_led, is_unserved, unrelated = False, False, list[tuple[PeerRecord, Message]]()
         lacks_state = False
-        old_head = self._ctx.chain.tip.head
-        for record in peers:
+        old_head, known = self._ctx.chain.tip.head, self._contributors()
+        strangers = [record for record in peers if record.peer_id not in known]
+        chosen = self._rng.sample(strangers, min(MOST_STRANGERS, len(strangers)))
+        for record in [*(record for record in peers if record.peer_id in known), *chosen]:
+            if record.peer_id not in known and await self._has_lost_to_one_of(unrelated, old_head):
+                return False
             tip = self._ctx.chain.tip
             try:
                 reply = await self._replay_from(record.peer_id)
@@ -225,6 +245,8 @@ class CatchUp:
                 logger.info("This node could not catch up from peer %s: %s", record.peer_id[-6:], exc)
                 is_unserved |= isinstance(exc, RoundFailed)  # A peer could refuse with any code.
                 lacks_state |= isinstance(exc, StateMissing)
+                if record.peer_id not in known:
+                    self._ballot.add_false_claim(record, JUDGE_AGAIN_S)
                 continue
             has_moved = self._ctx.chain.tip is not tip
             if reply.header.get("light") is True and not has_moved:
@@ -237,14 +259,19 @@ class CatchUp:
             if has_led := has_moved or record.head == tip.head == reply.header.get("head"):
                 break
             self._ballot.add_false_claim(record)
-        for record, reply in unrelated:
-            if self._ctx.chain.tip.head != old_head or await self._has_lost_to(record, reply):
-                break
+        await self._has_lost_to_one_of(unrelated, old_head)
         if lacks_state and self._ctx.chain.tip.head == old_head:
             self._lose("the run has gone back to a state that this node does not have", "far_behind")
         elif is_unserved and self._ctx.chain.tip.head == old_head:
             self._wait_for_result(old_head)
         return has_led
+
+    async def _has_lost_to_one_of(self, replies: list[tuple[PeerRecord, Message]], old_head: str) -> bool:
+        """Judge and drop these light proofs, until this node's chain has lost or has another head than before."""
+        while replies and self._ctx.chain.tip.head == old_head:
+            if await self._has_lost_to(*replies.pop(0)):
+                return True
+        return False
 
     def _wait_for_result(self, head: str) -> None:
         """No peer has the result of the round after this head: some may be away, or their disks could not keep it."""

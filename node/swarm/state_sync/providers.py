@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 CALL_S = 5.0
 MAX_ASKED = 16  # Limit on the peers asked in one search, which are drawn at random
+MOST_STRANGERS = 2
+"""Limit on those of them that have not contributed to this node's chain, if it has one, as far as it is known."""
 MAX_HEADS = 4
 """Peers are asked for the chains to this many heads at a time, the most common ones."""
 
@@ -169,6 +171,8 @@ class ProviderSearch:
     def __init__(self, wire: Wire, peer_table: PeerTable, rules: Rules, rng: random.Random) -> None:
         self._wire, self._peer_table, self._rules, self._rng = wire, peer_table, rules, rng
         self._sightings = Sightings()
+        self._known: set[str] = set()
+        """The contributors to this node's chain, as far as they are known."""
 
     def begin(self) -> None:
         """Begin to look for a state. States that were found earlier count as new."""
@@ -184,6 +188,7 @@ class ProviderSearch:
         Args:
             begun: digest prefixes of partial downloads.
         """
+        self._known = {peer for link in target.links for peer in link.members}
         peers = self._peers(banned)
         requests = [(peer, name) for name in ("", *begun) for peer in peers]
         found = await asyncio.gather(*(self._ask_state(peer, name, target) for peer, name in requests))
@@ -322,10 +327,17 @@ class ProviderSearch:
         return {r.peer_id: r.state_digest if r.head == head else "" for r in records}
 
     def _peers(self, banned: Collection[str]) -> list[str]:
-        """The peers to ask, at random. A peer that is downloading may still serve its old state."""
+        """The peers to ask, at random. A peer that is downloading may still serve its old state.
+
+        Any number of strangers may claim a state and never answer. After a split, the others are known contributors.
+        """
         others = [r for r in self._peer_table.others() if r.phase in SERVING_PHASES or r.state_digest]
         peers = [r.peer_id for r in others if r.peer_id not in banned]
-        return self._rng.sample(peers, min(MAX_ASKED, len(peers)))
+        known = [peer for peer in peers if peer in self._known]
+        strangers = [peer for peer in peers if peer not in self._known]
+        most = MOST_STRANGERS if known else MAX_ASKED
+        chosen = self._rng.sample(known, min(MAX_ASKED, len(known)))
+        return [*chosen, *self._rng.sample(strangers, min(most, len(strangers)))]
 
     async def _ask_state(self, peer: str, name: str, target: Target) -> AvailableState | None:
         """Ask for the newest state that a peer serves, or for the state whose digest starts with `name`."""
