@@ -1,15 +1,19 @@
-"""Free identities that do no work keep no contributor from the others."""
+"""What peers say of themselves by gossip neither stops the others nor keeps them apart."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 
 from node.errors import PeerError
 from node.status import Channel, Phase
+from node.swarm.consensus.leader_election import leader_order
 from node.swarm.membership.gossip import _pack
 from node.swarm.membership.peer_table import PeerRecord, sign_record
 from node.swarm.transport.wire import Message, Service
@@ -53,14 +57,13 @@ class Stranger:
             fields = {"head": rules.run, "phase": Phase.PAUSED} | self._record
             record = PeerRecord(peer_id=peer_id, number=number, run=rules.run, **fields)
             message = _pack([sign_record(self._identity, record)], {})
-            await asyncio.gather(*(self._tell(node.peer_id, message) for node in self._world.nodes))
+            await asyncio.gather(*(tell(self._wire, node.peer_id, message) for node in self._world.nodes))
             await asyncio.sleep(1.0)
 
-    async def _tell(self, peer_id: str, message: Message) -> None:
-        try:
-            await self._wire.call(peer_id, "gossip", message, timeout_s=3.0)
-        except PeerError:
-            return  # The node may be busy.
+
+async def tell(wire: SimulatedWire, peer_id: str, message: Message) -> None:
+    with suppress(PeerError):  # The node may be busy.
+        await wire.call(peer_id, "gossip", message, timeout_s=3.0)
 
 
 @pytest.mark.slow
@@ -106,3 +109,49 @@ def test_a_healed_split_comes_together_although_strangers_claim_to_be_ahead() ->
             world.loop.call_later(SPLIT_AT_S - 5.0, Stranger(world, 200 + number, **claims).start)
 
     assert are_on_one_chain(run(one, prepare).nodes)
+
+
+@pytest.mark.timeout(120)
+def test_a_contributor_that_shows_the_others_different_phases_does_not_stop_its_rounds() -> None:
+    """In rounds that it would lead, it takes part for the next leader, and is paused for all others."""
+    nodes = NODES + 1
+    calm = replace(scenario(nodes, (0,), 1.0, LENGTH_S, nodes), step_s=(0.3,) * nodes, faults=(), min_peers=2)
+    commits: list[float] = []
+    attacked: set[str] = set()
+
+    async def show(world: World) -> None:
+        *honest, hostile = world.nodes
+        for number in count(10**14, 10):
+            await asyncio.sleep(0.1)
+            tip, attempt = honest[0].chain.tip, honest[0].participant.ballot.number
+            order = sorted(leader_order(tip.head, list(tip.last_weights)), key=lambda peer: peer == tip.leader)
+            if not order or order[0] != hostile.peer_id:
+                continue
+            attacked.add(tip.head)
+            next_leader = order[1:][attempt % (len(order) - 1)]
+            tellings = []
+            for node in honest:
+                is_next = node.peer_id == next_leader
+                phase = {"phase": Phase.TRAINING if is_next else Phase.PAUSED, "number": number + is_next}
+                record = hostile.peer_table.me.model_copy(update=phase)
+                tellings.append(tell(hostile.wire, node.peer_id, _pack([sign_record(hostile.identity, record)], {})))
+            await asyncio.gather(*tellings)
+
+    async def watch(world: World) -> None:
+        for node in world.nodes:
+            world.loop.call_soon(node.start)
+        await asyncio.sleep(15.0)
+        attack = asyncio.ensure_future
+        world.loop.call_soon(lambda: attack(show(world)), context=world.nodes[-1].life.context)
+        head = ""
+        while world.loop.time() < LENGTH_S + 60.0:
+            await asyncio.sleep(0.1)
+            if world.nodes[0].chain.tip.head != head:
+                head = world.nodes[0].chain.tip.head
+                commits.append(world.loop.time())
+
+    report, _ = simulate(calm, run=watch)
+    assert report.violations == []
+    longest_s = max(later - earlier for earlier, later in pairwise([*commits, LENGTH_S + 60.0]))
+    assert longest_s < 15.0, "without the attack, 3 s"
+    assert len(attacked) > 3
