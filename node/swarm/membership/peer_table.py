@@ -376,8 +376,8 @@ class PeerTable:
     def leaders(self) -> list[str]:
         """Members that may lead a round: those that can be called directly or over a relay. If none can, all members.
 
-        `Context.leader_at` prefers the `callable_members`. Evicted peers are among them, because only this node may
-        know why they are evicted, and all nodes need the same order of leaders.
+        Evicted peers are among them, because only this node may know why they are evicted, and nodes should agree about
+        the leaders that they skip (`Context.next_led`).
         """
         members = self.members(with_evicted=True)
         return [r.peer_id for r in members if r.inbound or self._relays_of(r)] or [r.peer_id for r in members]
