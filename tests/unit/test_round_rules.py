@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -428,6 +429,7 @@ def test_joins_that_a_leader_adds_to_its_plan_make_no_contributor_slow() -> None
     )  # fmt: skip
     table = SimpleNamespace(leaders=lambda: contributors, callable_members=lambda **_: contributors)
     context: Any = SimpleNamespace(chain=SimpleNamespace(tip=tip), peer_table=table)
+    context._leaders = partial(Context._leaders, context)
     assert [Context.leader_at(context, attempt) for attempt in range(4)].index(leader) == 3
 
 

@@ -102,6 +102,11 @@ def weight(links: Sequence[Link]) -> int:
     return sum(link.tokens for link in links)
 
 
+def contributors_to(links: Sequence[Link]) -> set[str]:
+    """All contributors to these rounds."""
+    return {peer for link in links for peer in link.members}
+
+
 def contributors_at(links: Sequence[Link], head: str) -> tuple[str, ...]:
     """The contributors to the round of this head, who decide about the next round. Empty if the round is not known."""
     return next((link.members for link in links if link.head == head), ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from node.swarm.allreduce.uplink_estimator import UplinkEstimator
 from node.swarm.chain.chain import Chain, OuterRule, Rollback, Tip
 from node.swarm.consensus.fault_hooks import FaultHooks
 from node.swarm.consensus.group_closing import ClosingRule
-from node.swarm.consensus.leader_election import leader_of, slow_uplinks
+from node.swarm.consensus.leader_election import leaders_of, slow_uplinks
 from node.swarm.consensus.quorum import Electorate
 from node.swarm.governance.amendment_pool import AmendmentPool
 from node.swarm.governance.charter import AmendmentRefused, Charter
@@ -343,7 +343,11 @@ class Context:
         return len(members) >= self.rules.closing.min_peers and self.electorate().is_quorum(members)
 
     def leader_at(self, number: int) -> str:
-        """The leader of this attempt at the next round, who may be dead; empty without members.
+        """The leader of this attempt at the next round, who may be dead; empty without members."""
+        return next(self._leaders([number]))
+
+    def _leaders(self, attempts: Iterable[int]) -> Iterator[str]:
+        """The leader of each of these attempts.
 
         The order of the contributors follows from the last record alone. Otherwise a member that shows the others
         different phases could make them disagree about all leaders. Those that others wait for lead last: on slow
@@ -358,13 +362,14 @@ class Context:
         waited_for = slow.union(peer for peer, join in last.items() if not join.reduces)
         others = [peer for peer in leaders if peer not in last]
         waited_for |= set(others) - set(self.peer_table.callable_members(with_evicted=True))
-        return leader_of(tip.head, list(last), others, number, waited_for, [tip.leader])
+        return leaders_of(tip.head, list(last), others, attempts, waited_for, [tip.leader])
 
     def next_led(self, number: int) -> int:
         """The first attempt from this one on whose leader is a live member that may lead; `number` if there is none."""
         leaders = set(self.peer_table.leaders())
         attempts = range(number, number + len(self.chain.tip.last_weights) + 1)
-        return next((one for one in attempts if self.leader_at(one) in leaders), number)
+        led = zip(attempts, self._leaders(attempts), strict=True)
+        return next((attempt for attempt, leader in led if leader in leaders), number)
 
     def check_join_fits(self, join: Join) -> None:
         """Raise PeerError unless a join at this node's head names the node's outer state and length of the round.

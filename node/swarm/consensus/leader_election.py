@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 FASTER = 4.0
 """An uplink is slow if the usual uplink is this many times as fast. A depositary must be faster by the same factor."""
@@ -18,10 +18,10 @@ def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
     return sorted(peer_ids, key=lambda peer: hashlib.sha256(f"{parent} {peer}".encode()).digest())
 
 
-def leader_of(
-    parent: str, contributors: Sequence[str], others: Sequence[str], attempt: int, *last: Collection[str]
-) -> str:
-    """The leader of an attempt; empty without members.
+def leaders_of(
+    parent: str, contributors: Sequence[str], others: Sequence[str], attempts: Iterable[int], *last: Collection[str]
+) -> Iterator[str]:
+    """The leader of each of these attempts; empty without members.
 
     First all contributors to the last record lead in turn, dead or alive, then one of the other members, then the
     contributors again, and so on. Identities without work are free, so any number of others may come. But all
@@ -34,11 +34,20 @@ def leader_of(
         return sorted(leader_order(parent, peers), key=lambda peer: [peer in late for late in last])
 
     first, second = in_order(contributors), in_order(others)
-    if not (first and second):
-        order = first or second
-        return order[attempt % len(order)] if order else ""
-    turn, place = divmod(attempt, len(first) + 1)
-    return first[place] if place < len(first) else second[turn % len(second)]
+    for attempt in attempts:
+        if first and second:
+            turn, place = divmod(attempt, len(first) + 1)
+            yield first[place] if place < len(first) else second[turn % len(second)]
+        else:
+            order = first or second or [""]
+            yield order[attempt % len(order)]
+
+
+def leader_of(
+    parent: str, contributors: Sequence[str], others: Sequence[str], attempt: int, *last: Collection[str]
+) -> str:
+    """The leader of one attempt (`leaders_of`)."""
+    return next(leaders_of(parent, contributors, others, [attempt], *last))
 
 
 def slow_uplinks(uplinks_bytes_s: Mapping[str, float]) -> frozenset[str]:

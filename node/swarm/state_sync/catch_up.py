@@ -24,6 +24,7 @@ from node.swarm.chain.chain import Tip
 from node.swarm.chain.fork_choice import (
     Link,
     contributors_at,
+    contributors_to,
     heads_of,
     is_heavier,
     links_after,
@@ -211,16 +212,13 @@ class CatchUp:
 
         A stranger may claim much and never answer. After a split, the others are earlier contributors.
         """
-        last, known = self._ctx.chain.tip.last_weights, self._contributors()
+        tip = self._ctx.chain.tip
+        last, known = tip.last_weights, contributors_to(tip.links)
 
         def trust(record: PeerRecord) -> tuple[bool, bool, int, int]:
             return record.peer_id in last, record.peer_id in known, *_progress(record)
 
         return sorted(records, key=trust, reverse=True)
-
-    def _contributors(self) -> set[str]:
-        """The contributors to the rounds of this chain that this node knows."""
-        return {peer for link in self._ctx.chain.tip.links for peer in link.members}
 
     async def replay(self, peers: Sequence[PeerRecord]) -> bool:
         """Ask these peers in turn for rounds after this node's head, and adopt the rounds of the first that has some.
@@ -232,7 +230,7 @@ class CatchUp:
         """
         has_led, is_unserved, unrelated = False, False, list[tuple[PeerRecord, Message]]()
         lacks_state = False
-        old_head, known = self._ctx.chain.tip.head, self._contributors()
+        old_head, known = self._ctx.chain.tip.head, contributors_to(self._ctx.chain.tip.links)
         strangers = [record for record in peers if record.peer_id not in known]
         chosen = self._rng.sample(strangers, min(MOST_STRANGERS, len(strangers)))
         for record in [*(record for record in peers if record.peer_id in known), *chosen]:

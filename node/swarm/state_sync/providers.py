@@ -24,7 +24,7 @@ from node.diloco.credit import EMPTY
 from node.diloco.digest import HASH_BYTES, root_digest, tree_slices
 from node.errors import PeerError
 from node.swarm.chain.chain import Tip
-from node.swarm.chain.fork_choice import Link, continued, heads_of, links_after
+from node.swarm.chain.fork_choice import Link, continued, contributors_to, heads_of, links_after
 from node.swarm.consensus.context import Rules
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.messages import Proof, joins_of, parse, voters
@@ -188,7 +188,7 @@ class ProviderSearch:
         Args:
             begun: digest prefixes of partial downloads.
         """
-        self._known = {peer for link in target.links for peer in link.members}
+        self._known = contributors_to(target.links)
         peers = self._peers(banned)
         requests = [(peer, name) for name in ("", *begun) for peer in peers]
         found = await asyncio.gather(*(self._ask_state(peer, name, target) for peer, name in requests))
