@@ -1,8 +1,9 @@
-"""What peers say of themselves by gossip neither stops the others nor keeps them apart."""
+"""Identities that cost nothing neither stop the others nor keep them apart."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from node.swarm.membership.gossip import _pack
 from node.swarm.membership.peer_table import PeerRecord, sign_record
 from node.swarm.transport.wire import Message, Service
 from tests.simulation import node as simulated_node
+from tests.simulation.adversary import Adversary
 from tests.simulation.keys import simulated_identity
 from tests.simulation.network import Life, Line, SimulatedWire
 from tests.simulation.run import World, simulate
@@ -33,7 +35,7 @@ class Stranger:
 
     def __init__(self, world: World, number: int, **record: Any) -> None:
         """`record` are fields of its record."""
-        self._world, self._identity, self._record = world, simulated_identity(number), record
+        self._world, self._identity, self.record = world, simulated_identity(number), record
         self._life = Life(self._identity.peer_id)
         world.network.lines[self._identity.peer_id] = Line(0.01, 0.0)
         world.network.names[self._identity.peer_id] = f"s{number}"
@@ -54,7 +56,7 @@ class Stranger:
     async def _run(self) -> None:
         rules, peer_id = self._world.rules, self._identity.peer_id
         for number in range(10**9, 10**9 + 10**4):
-            fields = {"head": rules.run, "phase": Phase.PAUSED} | self._record
+            fields = {"head": rules.run, "phase": Phase.PAUSED} | self.record
             record = PeerRecord(peer_id=peer_id, number=number, run=rules.run, **fields)
             message = _pack([sign_record(self._identity, record)], {})
             await asyncio.gather(*(tell(self._wire, node.peer_id, message) for node in self._world.nodes))
@@ -155,3 +157,71 @@ def test_a_contributor_that_shows_the_others_different_phases_does_not_stop_its_
     longest_s = max(later - earlier for earlier, later in pairwise([*commits, LENGTH_S + 60.0]))
     assert longest_s < 15.0, "without the attack, 3 s"
     assert len(attacked) > 3
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("policy", ["time", "steps"])
+def test_strangers_that_never_join_stretch_no_more_than_every_third_round(policy: str) -> None:
+    """They claim to train at the newest head, and there are more of them than contributors."""
+    calm = replace(scenario(3, (0,), 1.0, LENGTH_S, 3), step_s=(0.3,) * 3, faults=(), policy=policy)
+    commits: list[tuple[int, float]] = []
+
+    async def watch(world: World) -> None:
+        first = world.nodes[0]
+        for node in world.nodes:
+            world.loop.call_soon(node.start)
+        strangers = [Stranger(world, 200 + number) for number in range(4)]
+        await asyncio.sleep(ARRIVE_S)
+        for stranger in strangers:
+            stranger.start()
+        while world.loop.time() < ARRIVE_S + 10 * LENGTH_S:
+            await asyncio.sleep(0.05)
+            tip = first.chain.tip
+            for stranger in strangers:
+                stranger.record = {"head": tip.head, "round": tip.round, "phase": Phase.TRAINING}
+            if world.loop.time() > ARRIVE_S + 10.0 and (not commits or commits[-1][0] != tip.round):
+                commits.append((tip.round, world.loop.time()))
+
+    report, _ = simulate(calm, run=watch)
+    assert report.violations == []
+    seconds = {round_: at_s - before_s for (_, before_s), (round_, at_s) in pairwise(commits[1:])}
+    others = [spent for round_, spent in seconds.items() if round_ % 3]
+    assert len(others) > 10
+    assert max(others) < 9.0, "without strangers, 6 s"
+
+
+class Mute(Adversary):
+    """Joins each attempt, and neither contributes nor votes. It holds the attempts that it leads open."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message | None:
+        return None if verb in ("contribute", "deposit") or "vote" in message.header else message
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message | None:
+        return Message({"status": "wait"}) if verb == "attend" else message
+
+
+@pytest.mark.timeout(120)
+def test_newcomers_that_join_and_never_vote_do_not_stop_rounds() -> None:
+    """There are more of them than contributors. Each round waits for their contributions, and not for their votes."""
+    calm = replace(scenario(7, (0,), 1.0, 300.0, 3), step_s=(0.3,) * 7, faults=())
+    rounds: list[int] = []
+
+    async def watch(world: World) -> None:
+        for node in world.nodes[:3]:
+            world.loop.call_soon(node.start)
+        await asyncio.sleep(ARRIVE_S)
+        for node in world.nodes[3:]:
+            node.hostility = "Silence"
+            world._start(node)
+        await asyncio.sleep(1.0)
+        for node in world.nodes[3:]:
+            node.wire.adversary = Mute(node, random.Random(0))
+        await asyncio.sleep(30.0)
+        for _ in range(2):
+            rounds.append(world.nodes[0].chain.tip.round)
+            await asyncio.sleep(240.0)
+
+    report, world = simulate(calm, run=watch)
+    assert report.violations == []
+    assert rounds[1] - rounds[0] >= 2
+    assert are_on_one_chain(world.nodes[:3])

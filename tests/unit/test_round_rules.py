@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from node.swarm.allreduce.chunk_assignment import FASTEST_BYTES_S, believed, capacities, chunk_owners
 from node.swarm.consensus.context import Context
 from node.swarm.consensus.depositary import depositaries
-from node.swarm.consensus.group_closing import WAITING_CODES, ClosingRule, Gathering, GroupVerdict, judge, left_out
+from node.swarm.consensus.group_closing import (
+    LATELY,
+    WAITING_CODES,
+    ClosingRule,
+    Gathering,
+    GroupVerdict,
+    judge,
+    known_lately,
+    left_out,
+)
 from node.swarm.consensus.leader_election import leader_of, leader_order, slow_uplinks
 from node.swarm.consensus.quorum import Electorate
 from node.swarm.identity import new_identity
@@ -46,6 +55,8 @@ def at(
     elsewhere: str = "",
     is_overdue: bool = False,
     left_out: str = "",
+    known: str | None = None,
+    is_open_to_all: bool = True,
 ) -> GroupVerdict:
     """The verdict `now_s` seconds after the first member became ready. Each letter is a peer.
 
@@ -61,6 +72,8 @@ def at(
         quorum_at_s=quorum_at_s,
         round_s=round_s,
         left_out=left_out,
+        known=known,
+        is_open_to_all=is_open_to_all,
     )
     return judge(rule, seen, now_s)
 
@@ -119,6 +132,18 @@ ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
         (at(STEPS, "abc", "abcd", EQUAL, now_s=61), True, True, "late"),
         (at(STEPS, "abc", "abcd", EQUAL, now_s=31, round_s=None), True, True, "late"),
         (at(STEPS, "ab", "abcd", EQUAL, now_s=1e9), False, False, "waiting_for_peers"),
+        # members that have not contributed lately: waited for in every third round only, and without a weight
+        (at(TIME, "ab", "abxyz", EQUAL, known="ab", is_open_to_all=False), True, True, "complete"),
+        (at(TIME, "ab", "abxyz", EQUAL, known="ab", is_overdue=True), False, True, "grace"),
+        (at(TIME, "abx", "abxyz", EQUAL, known="abc", is_open_to_all=False), True, True, "complete"),
+        (at(STEPS, "ab", "abx", EQUAL, known="ab", is_open_to_all=False), True, True, "complete"),
+        (at(STEPS, "ab", "abx", EQUAL, known="ab", now_s=59), False, True, "waiting_for_slow"),
+        (
+            at(STEPS, "ab", "abc", EQUAL, known="abc", is_open_to_all=False, is_overdue=True),
+            False,
+            True,
+            "waiting_for_slow",
+        ),
         # the first round: more than half of the members
         (at(TIME, "abc", "abcd"), False, True, "grace"),
         (at(TIME, "ab", "abcd"), False, False, "waiting_for_peers"),
@@ -374,6 +399,12 @@ def test_every_third_round_waits_for_members_that_were_recently_excluded(
     round_: int, recent: list[tuple[str, ...]], joined: str, expected: str
 ) -> None:
     assert left_out(round_, recent, joined) == frozenset(expected)
+
+
+def test_known_members_have_contributed_within_twelve_rounds() -> None:
+    assert known_lately([]) is None
+    assert known_lately([ALL, WITHOUT_D]) == frozenset("abcd")
+    assert known_lately([ALL, *[WITHOUT_D] * LATELY]) == frozenset("abc")
 
 
 def test_a_depositary_has_a_much_faster_uplink_than_its_depositor() -> None:

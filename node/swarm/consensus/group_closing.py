@@ -73,6 +73,11 @@ class Gathering:
     """T_r; None while unknown."""
     left_out: Collection[str] = ()
     """Members for which the group stays open longer (`left_out`)."""
+    known: Collection[str] | None = None
+    """Contributors within LATELY rounds; None before the first record, when all members count as known. Others weigh
+    nothing until they are ready."""
+    is_open_to_all: bool = True
+    """Whether the leader also waits for members that are not known (`waits_for_all`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,9 @@ class GroupVerdict:
 
 def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
     """Decide whether to close the group now. The verdict has a reason: one sentence and one of WAITING_CODES."""
-    waited_for = [peer for peer in seen.live if peer not in seen.ready]
+    waited_for = [
+        peer for peer in seen.live if peer not in seen.ready and (seen.is_open_to_all or _is_known(peer, seen))
+    ]
     ready, live = len(seen.ready), len(seen.live)
     count = f"{ready} of {live} member{'' if live == 1 else 's'} {'is' if ready == 1 else 'are'} ready"
     if len(seen.ready) < rule.min_peers:
@@ -111,6 +118,23 @@ def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
     return GroupVerdict(over, True, f"{count}; late members have {grace_s:.0f} s.", "late" if over else "grace")
 
 
+def known_lately(recent: Sequence[Collection[str]]) -> frozenset[str] | None:
+    """The contributors within LATELY rounds; None before the first record.
+
+    Args:
+        recent: contributors to each of the last records, newest last.
+    """
+    return frozenset[str]().union(*recent[-LATELY:]) if recent else None
+
+
+def waits_for_all(round_: int) -> bool:
+    """Whether the leader of this round also waits for members that have not contributed lately.
+
+    A slow newcomer needs that once. Identities cost nothing, so those that never join must not stretch every round.
+    """
+    return round_ % WAITED_EVERY == 0
+
+
 def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[str]) -> frozenset[str]:
     """Members for which this round waits longer, up to WAITED_RATIO x T_r, if they are live.
 
@@ -129,8 +153,13 @@ def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[
 
 def _holds_quorum(rule: ClosingRule, seen: Gathering) -> bool:
     """Whether the ready members hold `quorum_ratio` of the live weight. A new member weighs as much as the mean."""
-    known = [seen.last_weights[peer] for peer in seen.live if peer in seen.last_weights]
-    mean = sum(known) / len(known) if known else 1.0
-    weight = {peer: float(seen.last_weights.get(peer, mean)) for peer in seen.live}
+    last = [seen.last_weights[peer] for peer in seen.live if peer in seen.last_weights]
+    mean = sum(last) / len(last) if last else 1.0
+    weighing = [peer for peer in seen.live if peer in seen.ready or _is_known(peer, seen)]
+    weight = {peer: float(seen.last_weights.get(peer, mean)) for peer in weighing}
     ready = sum(weight.get(peer, 0.0) for peer in seen.ready)
     return ready >= rule.quorum_ratio * sum(weight.values())
+
+
+def _is_known(peer: str, seen: Gathering) -> bool:
+    return seen.known is None or peer in seen.known

@@ -19,7 +19,7 @@ from node.swarm.consensus.ballot import BEHIND_GRACE_S, Attempt, Ballot, first
 from node.swarm.consensus.claims import Claims, gather
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.context import Context
-from node.swarm.consensus.group_closing import Gathering, judge, left_out
+from node.swarm.consensus.group_closing import Gathering, judge, known_lately, left_out, waits_for_all
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import (
     HASH_BYTES,
@@ -86,7 +86,9 @@ class Leader:
         """Wait until `group_closing.judge` closes the group. Without a quorum, wait until the attempt ends."""
         opened_at_s, quorum_at_s = self._ctx.clock(), None
         tip = self._ctx.chain.tip
-        missing = left_out(self._ctx.next_round, [link.members for link in tip.links], self._ballot.joined_at)
+        recent = [link.members for link in tip.links]
+        known = known_lately(recent)
+        missing = left_out(self._ctx.next_round, recent, self._ballot.joined_at)
         while True:
             self._ballot.follow_members()
             attempt.raise_failure()
@@ -101,6 +103,8 @@ class Leader:
                 quorum_at_s=quorum_at_s,
                 round_s=tip.round_s,
                 left_out=missing,
+                known=known,
+                is_open_to_all=waits_for_all(self._ctx.next_round),
             )
             verdict = judge(self._ctx.rules.closing, seen, now_s)
             attempt.waiting_reason, attempt.waiting_code = verdict.reason, verdict.code
@@ -316,12 +320,13 @@ class Leader:
     async def _ratify(self, attempt: Attempt, accepted: AcceptedOutcome) -> Proof:
         """Propose the outcome to all joined members until a quorum accepts it. Returns the commit certificate.
 
-        A member that joins after the group was closed belongs to the group only if it accepts: its vote counts, and its
-        silence does not.
+        A newcomer, or a member that joins after the group was closed, belongs to the group only if it accepts: its vote
+        counts, and its silence does not. Otherwise, free identities that join and never vote would stop all rounds.
         """
-        group = set(self._at_most(set(attempt.joins) & self._ctx.live_members()))
-        if len(group) < self._ctx.rules.closing.min_peers:
+        joined = set(attempt.joins) & self._ctx.live_members()
+        if len(joined) < self._ctx.rules.closing.min_peers:
             raise RoundFailed("too few members are left to accept the result", code="too_few_peers")
+        group = set(self._at_most(joined & self._ctx.electorate().deciding))
         attempt.proposal = accepted
         attempt.tell()
         until_s = self._ctx.clock() + self._ctx.rules.bulk_s
@@ -333,11 +338,14 @@ class Leader:
             late = self._at_most(eligible & attempt.votes.keys() - group)[: MAX_MEMBERS - len(group)]
             counted = eligible & group | set(late)
             accepts = {peer: vote for peer, vote in attempt.votes.items() if vote and peer in counted}
-            ratified = self._is_ratified(group, accepts)
-            if ratified:
+            awaited = self._here(attempt) - attempt.votes.keys()
+            if self._is_ratified(group, accepts):
                 until_s = min(until_s, self._ctx.clock() + MORE_VOTES_S)
-            is_waiting = any(peer not in attempt.votes for peer in self._here(attempt))
-            if not is_waiting and (ratified or not _is_majority(accepts, group)):
+            else:
+                awaited &= self._ctx.electorate().deciding
+                if _is_majority(accepts, group):  # Further contributors may join.
+                    continue
+            if not awaited:
                 break
         if not _is_majority(accepts, group):
             raise RoundFailed(f"only {len(accepts)} of {len(group)} members accepted the result", code="rejected")
@@ -370,8 +378,12 @@ class Leader:
         return sorted(first[:MAX_MEMBERS])
 
     def _is_ratified(self, group: Collection[str], accepts: Collection[str]) -> bool:
-        """Whether a majority of the group and a quorum of the last contributors, in the group or not, have voted."""
-        return _is_majority(accepts, group) and self._ctx.electorate().is_quorum(accepts)
+        """Whether a majority of the group and a quorum of the last contributors, in the group or not, have voted.
+
+        With these votes, the group must have `min_peers` members.
+        """
+        is_enough = len({*group, *accepts}) >= self._ctx.rules.closing.min_peers
+        return is_enough and _is_majority(accepts, group) and self._ctx.electorate().is_quorum(accepts)
 
     async def _commit(self, attempt: Attempt, proof: Proof) -> None:
         """Send all attending members the certificate, then take the outer step. Other members learn of it by gossip."""
