@@ -99,7 +99,13 @@ def load(*, file: Path | None, environ: Mapping[str, str], flags: Sequence[str])
     config = _assemble(values, origins)
     data_dir = _absolute(config.node.data_dir, environ)
     config = config.model_copy(update={"node": config.node.model_copy(update={"data_dir": data_dir})})
-    if data_dir.resolve().is_relative_to(config.node.text_folder.resolve()):
+    try:
+        is_in_text = data_dir.resolve().is_relative_to(config.node.text_folder.resolve())
+    except (OSError, RuntimeError) as exc:  # RuntimeError before Python 3.13
+        raise ConfigError(
+            f"The data folder {data_dir} or node.text_dir is a symbolic link in a loop: name another one."
+        ) from exc
+    if is_in_text:
         raise ConfigError(
             f"node.text_dir {config.node.text_dir} contains the data folder, so a run could read this node's token and "
             "keys as text: name a folder that contains only text."

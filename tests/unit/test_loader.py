@@ -347,6 +347,14 @@ def test_empty_data_folder_is_refused() -> None:
     assert loaded(flags=["--node.data_dir", "."]).config.node.data_dir == Path.cwd()
 
 
+@pytest.mark.parametrize("key", ["data_dir", "text_dir"])
+def test_folder_that_is_a_symbolic_link_in_a_loop_is_refused(tmp_path: Path, key: str) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ConfigError, match="symbolic link in a loop: name another one"):
+        load(file=None, environ={}, flags=[f"--node.{key}", str(loop)])
+
+
 @pytest.mark.parametrize("text_dir", [".", "", "..", "/d", "/"])
 def test_folder_of_text_that_contains_the_data_folder_is_refused(text_dir: str) -> None:
     """A run's sources name files in it, so a run could train on the token of the API."""
