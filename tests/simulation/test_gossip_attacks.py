@@ -160,10 +160,9 @@ def test_a_contributor_that_shows_the_others_different_phases_does_not_stop_its_
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("policy", ["time", "steps"])
-def test_strangers_that_never_join_stretch_no_more_than_every_third_round(policy: str) -> None:
+def test_strangers_that_never_join_stretch_no_more_than_every_third_round() -> None:
     """They claim to train at the newest head, and there are more of them than contributors."""
-    calm = replace(scenario(3, (0,), 1.0, LENGTH_S, 3), step_s=(0.3,) * 3, faults=(), policy=policy)
+    calm = replace(scenario(3, (0,), 1.0, LENGTH_S, 3), step_s=(0.3,) * 3, faults=())
     commits: list[tuple[int, float]] = []
 
     async def watch(world: World) -> None:

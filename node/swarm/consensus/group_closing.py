@@ -50,6 +50,14 @@ class ClosingRule:
         """Whether a round of this age has exceeded T_r and the longest wait."""
         return age_s > (round_s or 0.0) + self.longest_wait_s(round_s)
 
+    def waits_for_all(self, round_: int) -> bool:
+        """Whether the leader of this round also waits for members that have not contributed lately.
+
+        With `steps` it always does, because a newcomer has no other time to become ready. With `time` it does so in
+        every third round: identities cost nothing, so those that never join must not stretch every round.
+        """
+        return self.policy == "steps" or round_ % WAITED_EVERY == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
@@ -77,7 +85,7 @@ class Gathering:
     """Contributors within LATELY rounds; None before the first record, when all members count as known. Others weigh
     nothing until they are ready."""
     is_open_to_all: bool = True
-    """Whether the leader also waits for members that are not known (`waits_for_all`)."""
+    """Whether the leader also waits for members that are not known (`ClosingRule.waits_for_all`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +133,6 @@ def known_lately(recent: Sequence[Collection[str]]) -> frozenset[str] | None:
         recent: contributors to each of the last records, newest last.
     """
     return frozenset[str]().union(*recent[-LATELY:]) if recent else None
-
-
-def waits_for_all(round_: int) -> bool:
-    """Whether the leader of this round also waits for members that have not contributed lately.
-
-    A slow newcomer needs that once. Identities cost nothing, so those that never join must not stretch every round.
-    """
-    return round_ % WAITED_EVERY == 0
 
 
 def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[str]) -> frozenset[str]:

@@ -19,7 +19,7 @@ from node.swarm.consensus.ballot import BEHIND_GRACE_S, Attempt, Ballot, first
 from node.swarm.consensus.claims import Claims, gather
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.context import Context
-from node.swarm.consensus.group_closing import Gathering, judge, known_lately, left_out, waits_for_all
+from node.swarm.consensus.group_closing import Gathering, judge, known_lately, left_out
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import (
     HASH_BYTES,
@@ -104,7 +104,7 @@ class Leader:
                 round_s=tip.round_s,
                 left_out=missing,
                 known=known,
-                is_open_to_all=waits_for_all(self._ctx.next_round),
+                is_open_to_all=self._ctx.rules.closing.waits_for_all(self._ctx.next_round),
             )
             verdict = judge(self._ctx.rules.closing, seen, now_s)
             attempt.waiting_reason, attempt.waiting_code = verdict.reason, verdict.code
