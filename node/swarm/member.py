@@ -343,7 +343,7 @@ class SwarmMember:
         file = self._cache / PENDING_FILE
         more = file, states
         self.participant = Participant(self.wire, self.peer_table, rules, chain, self.options.faults, deliver, *more)
-        self.gossip.contributors = lambda: chain.tip.last_weights
+        self.peer_table.contributors = lambda: chain.tip.last_weights
         self.show_tip(tip)
         self._catch_up = CatchUp(self.participant, on_lost, has_room)
         self.run(self.participant.run(), self._catch_up.run())

@@ -78,7 +78,10 @@ def explain_exclusion(rounds: int, needs: Needs, sync: SyncConfig) -> str:
     lasts = f"a round lasts {needs.round_s:.0f} s, and your contribution needs {needed_s:.0f} s ({listed})"
     since = f"The last {rounds} rounds did not include this node's work."
     if needed_s < needs.round_s:
-        return f"{since} Yet {lasts}. Other programs may use the connection or the machine; see the log."
+        return (
+            f"{since} Yet {lasts}. Other programs may use the connection or the machine, or many newcomers may wait "
+            "with this node: a round takes in only as many as there are members; see the log."
+        )
     if needs.up_s + needs.down_s >= needs.step_s:
         return f"Your connection is too slow for this run's rounds: {lasts}. {since} {_suggest(sync)}"
     return f"Your machine is too slow for this run's rounds: {lasts}. {since} Longer rounds would help; {FOUNDER}"

@@ -243,7 +243,7 @@ class Node:
         self.peer_table.update_own(round=tip.round, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         self.gossip = Gossip(wire, self.peer_table, random.Random(self.peer_id))
         self.chain = Chain(tip, ResultStore(self.host.cache, len(rules.layouts)))
-        self.gossip.contributors = lambda: self.chain.tip.last_weights
+        self.peer_table.contributors = lambda: self.chain.tip.last_weights
         self.participant = Participant(wire, self.peer_table, rules, self.chain, faults, self.mail.put)
         self.catch_up = CatchUp(self.participant, self._lose, lambda: self.mail.waiting_rounds < self.most_waiting)
         self._tasks = [loop.create_task(self.participant.run()), loop.create_task(self.catch_up.run())]

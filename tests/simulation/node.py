@@ -245,7 +245,7 @@ class SimulatedNode:
         tip = replace(self.disk.checkpoints[-1], anchor_at_s=loop.time())
         store = ResultStore(self.disk.folder, len(rules.layouts), loop.time)
         self.chain = Chain(tip, store, self.disk.oldest_needed_round)
-        self.gossip.contributors = lambda: self.chain.tip.last_weights
+        self.peer_table.contributors = lambda: self.chain.tip.last_weights
         self._mail: deque[Committed | RoundFailed] = deque()
         self._news = asyncio.Event()
         self._lost: ResyncCause | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,11 +18,13 @@ from node.status import Channel, Phase
 from node.swarm.consensus.leader_election import leader_order
 from node.swarm.membership.gossip import _pack
 from node.swarm.membership.peer_table import PeerRecord, sign_record
+from node.swarm.messages import Join, sign
 from node.swarm.transport.wire import Message, Service
 from tests.simulation import node as simulated_node
 from tests.simulation.adversary import Adversary
 from tests.simulation.keys import simulated_identity
 from tests.simulation.network import Life, Line, SimulatedWire
+from tests.simulation.node import SimulatedNode
 from tests.simulation.run import World, simulate
 from tests.simulation.scenario import Scenario
 from tests.simulation.staged import SPLIT_AT_S, are_on_one_chain, run, scenario
@@ -30,8 +33,11 @@ STRANGERS, NODES = 150, 4
 ARRIVE_S, LENGTH_S = 25.0, 60.0
 
 
+NEXT_RECORD = count(10**9)
+
+
 class Stranger:
-    """Tells all nodes once a second that it is here, and passes on nobody's records. It never answers `chain`."""
+    """Tells all nodes once a second that it is here, and passes on nobody's records. It never answers other calls."""
 
     def __init__(self, world: World, number: int, **record: Any) -> None:
         """`record` are fields of its record."""
@@ -40,7 +46,9 @@ class Stranger:
         world.network.lines[self._identity.peer_id] = Line(0.01, 0.0)
         world.network.names[self._identity.peer_id] = f"s{number}"
         self._wire = SimulatedWire(world.network, self._life)
-        self._wire.serve({"gossip": Service(self._answer, Channel.DHT), "chain": Service(self._hang, Channel.STATE)})
+        silent = Service(self._hang, Channel.REDUCE, max_request_bytes=2**30)
+        verbs = dict.fromkeys(("chain", "attend", "contribute", "collect", "average", "fetch"), silent)
+        self._wire.serve({"gossip": Service(self._answer, Channel.DHT)} | verbs)
 
     async def _answer(self, _caller: str, _message: Message) -> Message:
         return Message()
@@ -50,17 +58,39 @@ class Stranger:
         return Message()
 
     def start(self) -> None:
-        run = partial(asyncio.ensure_future, self._run())
-        self._world.loop.call_soon(run, context=self._life.context)
+        self.do(self._run)
+
+    def do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin work as this stranger."""
+        self._world.loop.call_soon(lambda: asyncio.ensure_future(work()), context=self._life.context)
 
     async def _run(self) -> None:
-        rules, peer_id = self._world.rules, self._identity.peer_id
-        for number in range(10**9, 10**9 + 10**4):
-            fields = {"head": rules.run, "phase": Phase.PAUSED} | self.record
-            record = PeerRecord(peer_id=peer_id, number=number, run=rules.run, **fields)
-            message = _pack([sign_record(self._identity, record)], {})
-            await asyncio.gather(*(tell(self._wire, node.peer_id, message) for node in self._world.nodes))
+        while True:
+            await self.say()
             await asyncio.sleep(1.0)
+
+    async def say(self, **changes: Any) -> None:
+        """Send a new record, with these fields, to all nodes."""
+        run, peer_id = self._world.rules.run, self._identity.peer_id
+        fields = {"head": run, "phase": Phase.PAUSED} | self.record | changes
+        record = PeerRecord(peer_id=peer_id, number=next(NEXT_RECORD), run=run, **fields)
+        message = _pack([sign_record(self._identity, record)], {})
+        await asyncio.gather(*(tell(self._wire, node.peer_id, message) for node in self._world.nodes))
+
+    async def attend(self, node: SimulatedNode, number: int) -> None:
+        """Join an attempt at the round of a node, and offer to reduce. Go on until the attempt is over."""
+        tip, ctx = node.chain.tip, node.participant.ctx
+        gossip = asyncio.ensure_future(self._run())
+        join = Join(
+            run=self._world.rules.run, parent=tip.head, attempt=number, state=tip.digest, tokens=1, step_s=0.3,
+            round_s=tip.round_s, norm=1.0, reduces=True,
+        )  # fmt: skip
+        header = {"attempt": number, "join": sign(self._identity, join).model_dump(), "has": ""}
+        while node.chain.tip.head == tip.head and node.participant.ballot.number <= number:
+            with suppress(PeerError):
+                await self._wire.call(ctx.leader_at(number), "attend", Message(header), timeout_s=20.0)
+            await asyncio.sleep(0.5)
+        gossip.cancel()
 
 
 async def tell(wire: SimulatedWire, peer_id: str, message: Message) -> None:
@@ -202,18 +232,18 @@ class Mute(Adversary):
 @pytest.mark.timeout(120)
 def test_newcomers_that_join_and_never_vote_do_not_stop_rounds() -> None:
     """There are more of them than contributors. Each round waits for their contributions, and not for their votes."""
-    calm = replace(scenario(7, (0,), 1.0, 300.0, 3), step_s=(0.3,) * 7, faults=())
+    calm = replace(scenario(9, (0,), 1.0, 300.0, 4), step_s=(0.3,) * 9, faults=())
     rounds: list[int] = []
 
     async def watch(world: World) -> None:
-        for node in world.nodes[:3]:
+        for node in world.nodes[:4]:
             world.loop.call_soon(node.start)
         await asyncio.sleep(ARRIVE_S)
-        for node in world.nodes[3:]:
+        for node in world.nodes[4:]:
             node.hostility = "Silence"
             world._start(node)
         await asyncio.sleep(1.0)
-        for node in world.nodes[3:]:
+        for node in world.nodes[4:]:
             node.wire.adversary = Mute(node, random.Random(0))
         await asyncio.sleep(30.0)
         for _ in range(2):
@@ -223,4 +253,69 @@ def test_newcomers_that_join_and_never_vote_do_not_stop_rounds() -> None:
     report, world = simulate(calm, run=watch)
     assert report.violations == []
     assert rounds[1] - rounds[0] >= 2
-    assert are_on_one_chain(world.nodes[:3])
+    assert are_on_one_chain(world.nodes[:4])
+
+
+def commits_under(attack: Callable[[World, SimulatedNode, Iterator[int]], Awaitable[None]]) -> int:
+    """The rounds that five nodes commit in 200 s, of which each takes 3 s without an attack.
+
+    The attack is called once a second, with numbers of keys.
+    """
+    calm = replace(scenario(5, (0,), 1.0, 300.0, 5), step_s=(0.3,) * 5, faults=())
+    rounds: list[int] = []
+
+    async def watch(world: World) -> None:
+        keys, numbers, on_request = count(1000), world._numbers, world.network.on_request
+        world.network.on_request = lambda sender, message: on_request(sender, message) if sender in numbers else None
+        for node in world.nodes:
+            world.loop.call_soon(node.start)
+        await asyncio.sleep(ARRIVE_S)
+        for _ in range(200):
+            rounds.append(world.nodes[0].chain.tip.round)
+            await attack(world, world.nodes[0], keys)
+            await asyncio.sleep(1.0)
+
+    report, world = simulate(calm, run=watch)
+    assert report.violations == []
+    assert are_on_one_chain(world.nodes)
+    return rounds[-1] - rounds[0]
+
+
+def at_tip(node: SimulatedNode) -> dict[str, Any]:
+    """The fields of a record that claims to be where this node is."""
+    tip = node.chain.tip
+    return {"head": tip.head, "round": tip.round, "state_digest": tip.digest, "phase": Phase.TRAINING}
+
+
+@pytest.mark.timeout(120)
+def test_strangers_that_claim_later_attempts_do_not_end_those_of_the_contributors() -> None:
+    """Each second, three new ones claim the next attempt, so that no identity does it twice."""
+    present: list[Stranger] = []
+
+    async def attack(world: World, node: SimulatedNode, keys: Iterator[int]) -> None:
+        for stranger in present:
+            stranger.do(partial(stranger.say, phase=Phase.STOPPED))
+        attempt = max(one.participant.ballot.number for one in world.nodes) + 1
+        present[:] = [Stranger(world, next(keys), **at_tip(node), attempt=attempt) for _ in range(3)]
+        for stranger in present:
+            stranger.do(stranger.say)
+
+    assert commits_under(attack) > 50
+
+
+@pytest.mark.timeout(120)
+def test_strangers_that_offer_to_reduce_and_never_answer_cost_a_round_one_attempt() -> None:
+    """A new one joins each attempt, so that no leader knows it."""
+    joined: set[tuple[str, int]] = set()
+
+    async def attack(world: World, node: SimulatedNode, keys: Iterator[int]) -> None:
+        ctx, number = node.participant.ctx, node.participant.ballot.number
+        first = ctx.next_led(number)
+        for attempt in {first, ctx.next_led(first + 1)}:
+            if (key := (node.chain.tip.head, attempt)) not in joined:
+                joined.add(key)
+                stranger = Stranger(world, next(keys), **at_tip(node))
+                stranger.do(partial(stranger.attend, node, attempt))
+
+    assert commits_under(attack) >= 5
+    assert len(joined) > 10

@@ -62,7 +62,9 @@ def number_after(
     """
     names = [str(number) for number in range(len(attempts) + 1)]
     chain: Any = SimpleNamespace(
-        tip=SimpleNamespace(head="aa", digest="dd", round=3, anchor_at_s=-age_s),
+        tip=SimpleNamespace(
+            head="aa", digest="dd", round=3, anchor_at_s=-age_s, last_weights=dict.fromkeys(map(str, contributors), 1)
+        ),
         store=SimpleNamespace(lowest_attempt=lambda _head: 0),
     )
     records = [
@@ -96,6 +98,7 @@ def number_after(
         ((7, 2, 0, 0, 0), range(5), 2, "both have reached 2, and the others suffice"),
         ((7, 0), (0, 1, 2), 7, "one of two others: nobody can tell who is wrong"),
         ((7, 0, 0), (0, 1), 7, "there is no quorum without the one that is ahead"),
+        ((0, 0, 7, 7, 7), (0, 1, 2), 0, "three others that have not contributed do not count"),
         ((2**31 - 1, 0, 0), (0, 1), MAX_AHEAD, "nobody uses up the numbers of attempts"),
     ],
 )

@@ -180,6 +180,21 @@ def test_a_full_peer_table_keeps_its_live_peers_and_refuses_new_ones(
     assert len(table.merge([signed(third, 2), signed(second, 2), signed(fourth)])) == 2
 
 
+def test_strangers_do_not_drive_contributors_out_of_a_full_peer_table(
+    clock: Clock, table: PeerTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_table, "MAX_KNOWN", 2)
+    silent, returning, strangers = new_identity(), new_identity(), [new_identity() for _ in range(3)]
+    table.contributors = lambda: ids(silent, returning)
+    table.merge([signed(silent)])
+    clock.now_s += DEAD_S + 1
+    assert len(table.merge([signed(stranger) for stranger in strangers])) == 1
+    assert table.knows(silent.peer_id), "a contributor keeps its place while it is silent"
+    assert len(table.merge([signed(returning)])) == 1, "a contributor gets the place of a stranger"
+    assert table.merge([signed(stranger, 2) for stranger in strangers]) == []
+    assert table.knows(silent.peer_id) and table.knows(returning.peer_id)
+
+
 # failure detector
 
 
@@ -422,7 +437,7 @@ def test_contributors_hear_of_each_other_although_there_are_many_strangers(clock
     async def main() -> None:
         gossip = new_gossip(InProcessNetwork(), table)
         assert len(gossip._choose(contributors + strangers)) == fanout(302), "without a chain, all are alike"
-        gossip.contributors = lambda: contributors
+        table.contributors = lambda: contributors
         chosen = gossip._choose(contributors + strangers)
         assert set(contributors) < set(chosen) and len(chosen) == 2 + fanout(300)
         assert set(gossip._choose(contributors)) == set(contributors)

@@ -112,7 +112,8 @@ MACHINE = (
 )
 NEITHER = (
     "The last 3 rounds did not include this node's work. Yet a round lasts 22 s, and your contribution needs 6 s "
-    "(upload 1 s, download 2 s, one inner step 3 s). Other programs may use the connection or the machine; see the log."
+    "(upload 1 s, download 2 s, one inner step 3 s). Other programs may use the connection or the machine, "
+    "or many newcomers may wait with this node: a round takes in only as many as there are members; see the log."
 )
 ALL_HELP = "An int4 codec, overlapped sync or longer rounds would help; the founder of the run chooses this."
 LAST_HELP = "Longer rounds would help; the founder of the run chooses this."

@@ -20,11 +20,12 @@ from node.swarm.allreduce.chunk_assignment import FASTEST_BYTES_S, believed, cap
 from node.swarm.consensus.context import Context
 from node.swarm.consensus.depositary import depositaries
 from node.swarm.consensus.group_closing import (
-    LATELY,
+    FEW_NEWCOMERS,
     WAITING_CODES,
     ClosingRule,
     Gathering,
     GroupVerdict,
+    admitted,
     judge,
     known_lately,
     left_out,
@@ -399,10 +400,39 @@ def test_leader_waits_for_new_members_in_every_third_round_and_always_with_steps
     assert all(STEPS.waits_for_all(round_) for round_ in range(7))
 
 
-def test_known_members_have_contributed_within_twelve_rounds() -> None:
+def test_known_members_have_contributed_to_the_last_two_records() -> None:
     assert known_lately([]) is None
+    assert known_lately([ALL]) == frozenset("abcd")
     assert known_lately([ALL, WITHOUT_D]) == frozenset("abcd")
-    assert known_lately([ALL, *[WITHOUT_D] * LATELY]) == frozenset("abc")
+    assert known_lately([ALL, WITHOUT_D, WITHOUT_D]) == frozenset("abc")
+
+
+@pytest.mark.parametrize(
+    ("contributors", "newcomers", "number", "min_peers", "expected"),
+    [
+        (5, 3, 0, 1, 3),
+        (5, 20, 0, 1, 5),  # as many as contributors
+        (1, 20, 0, 1, FEW_NEWCOMERS),
+        (5, 20, 1, 1, 2),  # after a failed attempt
+        (1, 20, 3, 1, 1),
+        (2, 20, 1, 6, 4),  # as many as the run needs
+        (0, 20, 1, 1, 20),  # before the first record, or if no contributor has joined
+    ],
+)
+def test_a_plan_has_all_contributors_that_joined_and_not_too_many_newcomers(
+    contributors: int, newcomers: int, number: int, min_peers: int, expected: int
+) -> None:
+    last, others = {f"c{i}" for i in range(contributors)}, {f"n{i}" for i in range(newcomers)}
+    group = admitted(last | others, last | {"away"}, number, min_peers, b"lot")
+    assert last <= group <= last | others
+    assert len(group) == contributors + expected
+
+
+def test_newcomers_are_drawn_by_lot() -> None:
+    others = [f"n{i}" for i in range(20)]
+    drawn = Counter(peer for lot in range(100) for peer in admitted(["c", *others], "c", 0, 1, bytes([lot])))
+    assert drawn["c"] == 100
+    assert all(drawn[peer] > 5 for peer in others)
 
 
 def test_a_depositary_has_a_much_faster_uplink_than_its_depositor() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Literal
 
 from node.swarm.consensus.quorum import Electorate
@@ -20,6 +21,9 @@ most a twelfth of their time."""
 LATELY = 12
 """A member was left out recently if it contributed or joined within this many rounds, but is not in the last two
 records."""
+
+FEW_NEWCOMERS = 4
+"""So many newcomers fit into the plan of a round's first attempt, however few contributors there are."""
 
 WAITING_CODES = ("waiting_for_peers", "waiting_for_quorum", "waiting_for_slow", "grace", "late", "complete", "behind")
 """The reasons why a leader keeps its group open, or closes it."""
@@ -82,7 +86,7 @@ class Gathering:
     left_out: Collection[str] = ()
     """Members for which the group stays open longer (`left_out`)."""
     known: Collection[str] | None = None
-    """Contributors within LATELY rounds; None before the first record, when all members count as known. Others weigh
+    """Contributors to the last two records; None before the first, when all members count as known. Others weigh
     nothing until they are ready."""
     is_open_to_all: bool = True
     """Whether the leader also waits for members that are not known (`ClosingRule.waits_for_all`)."""
@@ -127,12 +131,34 @@ def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
 
 
 def known_lately(recent: Sequence[Collection[str]]) -> frozenset[str] | None:
-    """The contributors within LATELY rounds; None before the first record.
+    """The contributors to the last two records; None before the first record.
 
     Args:
         recent: contributors to each of the last records, newest last.
     """
-    return frozenset[str]().union(*recent[-LATELY:]) if recent else None
+    return frozenset[str]().union(*recent[-2:]) if recent else None
+
+
+def admitted(joined: Collection[str], last: Collection[str], number: int, min_peers: int, lot: bytes) -> set[str]:
+    """The members of a plan: all contributors to the last record that have joined, and some of the others, by lot.
+
+    Identities cost nothing. If most of a plan's members send nothing, its outcome has too few contributions
+    (`messages.least_included`). So there are at most as many newcomers as contributors, or FEW_NEWCOMERS. If the first
+    attempt has failed, there are half as many as contributors, but at least one.
+
+    Args:
+        last: contributors to the last record.
+        number: of the attempt.
+        lot: a secret of the leader. Otherwise, strangers could choose identities that are always drawn.
+    """
+    contributors = set(joined).intersection(last)
+    newcomers = set(joined) - contributors
+    if not contributors:
+        return newcomers
+    most = max(1, len(contributors) // 2) if number else max(FEW_NEWCOMERS, len(contributors))
+    most = max(most, min_peers - len(contributors))
+    drawn = sorted(newcomers, key=lambda peer: sha256(lot + peer.encode()).digest())
+    return contributors.union(drawn[:most])
 
 
 def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[str]) -> frozenset[str]:

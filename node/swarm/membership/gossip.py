@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 from node.errors import PeerError
@@ -32,8 +32,6 @@ class Gossip:
 
     def __init__(self, wire: Wire, peer_table: PeerTable, rng: random.Random) -> None:
         self._wire, self._peer_table, self._rng = wire, peer_table, rng
-        self.contributors: Callable[[], Collection[str]] = tuple
-        """Returns the contributors to the last record; none until this node has a chain."""
         wire.serve({"gossip": Service(self._answer, Channel.DHT, MAX_REQUEST_BYTES)})
 
     async def run(self) -> None:
@@ -57,7 +55,7 @@ class Gossip:
 
         Quorums are of the last contributors, so they must hear of each other in time, however many strangers there are.
         """
-        last = set(self.contributors())
+        last = set(self._peer_table.contributors())
         groups = [peer for peer in others if peer in last], [peer for peer in others if peer not in last]
         return [peer for group in groups for peer in self._rng.sample(group, min(fanout(len(group)), len(group)))]
 

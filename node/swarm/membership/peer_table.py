@@ -160,6 +160,8 @@ class PeerTable:
         self._oldest_dead: list[str] | None = None
         """During a merge, the dead peers, the one that has been dead for longest last; None while unknown."""
         self._started_at_s = clock()
+        self.contributors: Callable[[], Collection[str]] = tuple
+        """Returns the contributors to the last record; none until this node has a chain."""
 
     def just_resumed(self) -> bool:
         """Whether this process has resumed after a suspension within the last seconds."""
@@ -227,7 +229,7 @@ class PeerTable:
         known = self._entries.get(record.peer_id)
         if known is not None and record.number <= known.record.number:
             return False
-        if known is None and len(self._entries) >= MAX_KNOWN and not self._remove_dead():
+        if known is None and len(self._entries) >= MAX_KNOWN and not self._make_room(record.peer_id):
             return False
         entry = _Entry(record, signed, self._clock() - signed.age_s)
         if known is not None:
@@ -237,17 +239,25 @@ class PeerTable:
         self._entries[record.peer_id] = entry
         return True
 
-    def _remove_dead(self) -> bool:
-        """Remove the peer that has been dead for longest. Returns False if all peers are live."""
+    def _make_room(self, peer_id: str) -> bool:
+        """Remove another peer. Returns False if this one has no place.
+
+        The peer that has been dead for longest is removed. If all are live, only a contributor to the last record gets
+        the place of another. No contributor is removed, so strangers cannot drive the members out.
+        """
+        last = self.contributors()
         if self._oldest_dead is None:  # Once for each merge, because all entries are looked at.
-            dead = [peer_id for peer_id, entry in self._entries.items() if not self._is_live(entry)]
-            self._oldest_dead = sorted(dead, key=lambda peer_id: self._entries[peer_id].heard_at_s, reverse=True)
+            dead = [peer for peer, entry in self._entries.items() if peer not in last and not self._is_live(entry)]
+            self._oldest_dead = sorted(dead, key=lambda peer: self._entries[peer].heard_at_s, reverse=True)
         while self._oldest_dead:
-            peer_id = self._oldest_dead.pop()
-            if not self._is_live(self._entries[peer_id]):
-                del self._entries[peer_id]
+            dead_id = self._oldest_dead.pop()
+            if not self._is_live(self._entries[dead_id]):
+                del self._entries[dead_id]
                 return True
-        return False
+        other = next((peer for peer in reversed(self._entries) if peer not in last), None) if peer_id in last else None
+        if other is not None:
+            del self._entries[other]
+        return other is not None
 
     def records_for(self, wanted: Mapping[str, int] | None = None, caller: str = "") -> list[Signed]:
         """This node's record, followed by the recent records that a peer with these `wanted_numbers` lacks.
