@@ -408,24 +408,24 @@ def test_known_members_have_contributed_to_the_last_two_records() -> None:
 
 
 @pytest.mark.parametrize(
-    ("contributors", "newcomers", "number", "min_peers", "expected"),
+    ("known", "newcomers", "number", "min_peers", "expected"),
     [
         (5, 3, 0, 1, 3),
-        (5, 20, 0, 1, 5),  # as many as contributors
+        (5, 20, 0, 1, 5),  # as many as known members
         (1, 20, 0, 1, FEW_NEWCOMERS),
         (5, 20, 1, 1, 2),  # after a failed attempt
         (1, 20, 3, 1, 1),
         (2, 20, 1, 6, 4),  # as many as the run needs
-        (0, 20, 1, 1, 20),  # before the first record, or if no contributor has joined
+        (0, 20, 1, 1, 20),  # before the first record, or if no known member has joined
     ],
 )
-def test_a_plan_has_all_contributors_that_joined_and_not_too_many_newcomers(
-    contributors: int, newcomers: int, number: int, min_peers: int, expected: int
+def test_a_plan_has_all_known_members_that_joined_and_not_too_many_newcomers(
+    known: int, newcomers: int, number: int, min_peers: int, expected: int
 ) -> None:
-    last, others = {f"c{i}" for i in range(contributors)}, {f"n{i}" for i in range(newcomers)}
-    group = admitted(last | others, last | {"away"}, number, min_peers, b"lot")
-    assert last <= group <= last | others
-    assert len(group) == contributors + expected
+    here, others = {f"k{i}" for i in range(known)}, {f"n{i}" for i in range(newcomers)}
+    group = admitted(here | others, here | {"away"}, number, min_peers, b"lot")
+    assert here <= group <= here | others
+    assert len(group) == known + expected
 
 
 def test_newcomers_are_drawn_by_lot() -> None:

@@ -23,7 +23,7 @@ LATELY = 12
 records."""
 
 FEW_NEWCOMERS = 4
-"""So many newcomers fit into the plan of a round's first attempt, however few contributors there are."""
+"""So many newcomers fit into the plan of a round's first attempt, however few known members there are."""
 
 WAITING_CODES = ("waiting_for_peers", "waiting_for_quorum", "waiting_for_slow", "grace", "late", "complete", "behind")
 """The reasons why a leader keeps its group open, or closes it."""
@@ -139,26 +139,26 @@ def known_lately(recent: Sequence[Collection[str]]) -> frozenset[str] | None:
     return frozenset[str]().union(*recent[-2:]) if recent else None
 
 
-def admitted(joined: Collection[str], last: Collection[str], number: int, min_peers: int, lot: bytes) -> set[str]:
-    """The members of a plan: all contributors to the last record that have joined, and some of the others, by lot.
+def admitted(joined: Collection[str], known: Collection[str], number: int, min_peers: int, lot: bytes) -> set[str]:
+    """The members of a plan: all known members that have joined, and some of the newcomers, by lot.
 
     Identities cost nothing. If most of a plan's members send nothing, its outcome has too few contributions
-    (`messages.least_included`). So there are at most as many newcomers as contributors, or FEW_NEWCOMERS. If the first
-    attempt has failed, there are half as many as contributors, but at least one.
+    (`messages.least_included`). So there are at most as many newcomers as known members, or FEW_NEWCOMERS. If the first
+    attempt has failed, there are half as many as known members, but at least one.
 
     Args:
-        last: contributors to the last record.
+        known: contributors to the last two records (`known_lately`); empty before the first.
         number: of the attempt.
         lot: a secret of the leader. Otherwise, strangers could choose identities that are always drawn.
     """
-    contributors = set(joined).intersection(last)
-    newcomers = set(joined) - contributors
-    if not contributors:
+    here = set(joined).intersection(known)
+    newcomers = set(joined) - here
+    if not here:
         return newcomers
-    most = max(1, len(contributors) // 2) if number else max(FEW_NEWCOMERS, len(contributors))
-    most = max(most, min_peers - len(contributors))
+    most = max(1, len(here) // 2) if number else max(FEW_NEWCOMERS, len(here))
+    most = max(most, min_peers - len(here))
     drawn = sorted(newcomers, key=lambda peer: sha256(lot + peer.encode()).digest())
-    return contributors.union(drawn[:most])
+    return here.union(drawn[:most])
 
 
 def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[str]) -> frozenset[str]:

@@ -187,14 +187,16 @@ class Leader:
     async def _plan(self, attempt: Attempt) -> Plan:
         """Fix the group and make its plan. Each member gets the plan as the answer to its pending `attend` call."""
         lot = self._ctx.peer_table.identity.sign(LOT_PURPOSE, f"{attempt.parent} {attempt.number}".encode())
-        here, last = self._here(attempt) - self._ballot.omitted, self._ctx.chain.tip.last_weights
-        group = admitted(here, last, attempt.number, self._ctx.rules.closing.min_peers, lot)
+        here, tip = self._here(attempt) - self._ballot.omitted, self._ctx.chain.tip
+        known = known_lately([link.members for link in tip.links]) or frozenset()
+        drawn = admitted(here, known, attempt.number, self._ctx.rules.closing.min_peers, lot)
+        group = drawn | here.intersection({self._ctx.me})
         joins = [attempt.joins[peer] for peer in self._at_most(group)]
         declared = {join.signer: read_join(join) for join in joins}
         alone = list(declared) == [self._ctx.me]
         reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
         if attempt.number:  # A newcomer that offered to reduce, and did not, may have ended the first attempt.
-            reducers = tuple(peer for peer in reducers if peer in last) or reducers
+            reducers = tuple(peer for peer in reducers if peer in known) or reducers
         reducers = tuple(peer for peer in reducers if not self._ballot.is_accused(peer)) or reducers
         if self._ballot.distrusts_reducers and self._ctx.me in self._ctx.peer_table.callable_members():
             reducers = (self._ctx.me,)  # Any reducer may have been wrong, so this leader only trusts itself.
@@ -204,7 +206,7 @@ class Leader:
             why = "no member can be reached from outside: one of them must open a port, or a relay must join"
             raise RoundFailed(why, code="reducer_lost")
         uplinks = {peer: declared[peer].upload_bytes_s for peer in reducers}
-        rates = believed(uplinks, last)
+        rates = believed(uplinks, tip.last_weights)
         owners = chunk_owners(len(self._ctx.layout.bounds), capacities(rates))
         if owners:  # A reducer without a chunk would only be one more that may fail.
             kept = sorted(set(owners))
