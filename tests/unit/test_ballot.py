@@ -55,15 +55,16 @@ def number_after(
     min_peers: int = 2,
     attending: Sequence[int] = (),
     age_s: float = 60.0,
+    before: Sequence[int] = (),
 ) -> int:
     """Where node 0 goes from attempt 0 if the others are in these attempts, and node 1 attends others at it.
 
-    The record of a member in attempt -1 still names the round before.
+    The record of a member in attempt -1 still names the round before. `before` are contributors to the record before.
     """
     names = [str(number) for number in range(len(attempts) + 1)]
     chain: Any = SimpleNamespace(
         tip=SimpleNamespace(
-            head="aa", digest="dd", round=3, anchor_at_s=-age_s, last_weights=dict.fromkeys(map(str, contributors), 1)
+            head="aa", digest="dd", round=3, anchor_at_s=-age_s, known=frozenset(map(str, (*contributors, *before)))
         ),
         store=SimpleNamespace(lowest_attempt=lambda _head: 0),
     )
@@ -106,6 +107,11 @@ def test_one_member_that_is_ahead_ends_no_attempt_of_four_that_can_go_on_without
     attempts: Sequence[int], contributors: Sequence[int], number: int, why: str
 ) -> None:
     assert number_after(attempts, contributors) == number, why
+
+
+def test_a_leader_that_leaves_members_out_does_not_silence_them() -> None:
+    """With two others, one of them may be right. The leader of the last record would be one of two."""
+    assert number_after((7, 0, 0, 0), (0, 1, 2), before=range(5)) == 0
 
 
 def test_members_that_attend_a_later_attempt_have_reached_it_before_their_records_say_so() -> None:

@@ -27,7 +27,6 @@ from node.swarm.consensus.group_closing import (
     GroupVerdict,
     admitted,
     judge,
-    known_lately,
     left_out,
 )
 from node.swarm.consensus.leader_election import leader_of, leader_order, slow_uplinks
@@ -56,7 +55,7 @@ def at(
     elsewhere: str = "",
     is_overdue: bool = False,
     left_out: str = "",
-    known: str | None = None,
+    known: str = "",
     is_open_to_all: bool = True,
 ) -> GroupVerdict:
     """The verdict `now_s` seconds after the first member became ready. Each letter is a peer.
@@ -398,13 +397,6 @@ def test_every_third_round_waits_for_members_that_were_recently_excluded(
 def test_leader_waits_for_new_members_in_every_third_round_and_always_with_steps() -> None:
     assert [round_ for round_ in range(7) if TIME.waits_for_all(round_)] == [0, 3, 6]
     assert all(STEPS.waits_for_all(round_) for round_ in range(7))
-
-
-def test_known_members_have_contributed_to_the_last_two_records() -> None:
-    assert known_lately([]) is None
-    assert known_lately([ALL]) == frozenset("abcd")
-    assert known_lately([ALL, WITHOUT_D]) == frozenset("abcd")
-    assert known_lately([ALL, WITHOUT_D, WITHOUT_D]) == frozenset("abc")
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,14 @@ class Tip:
         return self.state.round
 
     @property
+    def known(self) -> frozenset[str]:
+        """The contributors to the last two records, who are no newcomers; empty before the first.
+
+        A leader chooses the contributors to its record. So those of one record alone are not enough.
+        """
+        return frozenset[str]().union(*(link.members for link in self.links[-2:]))
+
+    @property
     def leader(self) -> str:
         """The leader that made the head (`messages.read_outcome`); empty before the first record."""
         return self.proof.outcome.signer if self.proof is not None else ""

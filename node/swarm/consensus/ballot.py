@@ -296,10 +296,10 @@ class Ballot:
             for peer in live & attempt.joins.keys():
                 reached[peer] = max(attempt.number, reached.get(peer, 0))
         reached[me] = self.number
-        last = {*self._chain.tip.last_weights, me}
-        if self._can_commit(last.intersection(reached)):  # Others are not needed, and any number of them costs nothing.
-            reached = {peer: number for peer, number in reached.items() if peer in last}
-            live &= last
+        known = tip.known | {me}  # Those of the last record alone would be whom its leader has chosen.
+        if self._can_commit(known.intersection(reached)):  # Any number of newcomers costs nothing.
+            reached = {peer: number for peer, number in reached.items() if peer in known}
+            live &= known
         chosen = later_attempt(self.number, reached, self._raised, most_wrong(len(live)), self._can_commit)
         if chosen is not None:
             self._begin(*chosen)

@@ -85,9 +85,9 @@ class Gathering:
     """T_r; None while unknown."""
     left_out: Collection[str] = ()
     """Members for which the group stays open longer (`left_out`)."""
-    known: Collection[str] | None = None
-    """Contributors to the last two records; None before the first, when all members count as known. Others weigh
-    nothing until they are ready."""
+    known: Collection[str] = ()
+    """Contributors to the last two records (`Tip.known`); empty before the first, when all members count as known.
+    Others weigh nothing until they are ready."""
     is_open_to_all: bool = True
     """Whether the leader also waits for members that are not known (`ClosingRule.waits_for_all`)."""
 
@@ -130,15 +130,6 @@ def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
     return GroupVerdict(over, True, f"{count}; late members have {grace_s:.0f} s.", "late" if over else "grace")
 
 
-def known_lately(recent: Sequence[Collection[str]]) -> frozenset[str] | None:
-    """The contributors to the last two records; None before the first record.
-
-    Args:
-        recent: contributors to each of the last records, newest last.
-    """
-    return frozenset[str]().union(*recent[-2:]) if recent else None
-
-
 def admitted(joined: Collection[str], known: Collection[str], number: int, min_peers: int, lot: bytes) -> set[str]:
     """The members of a plan: all known members that have joined, and some of the newcomers, by lot.
 
@@ -147,7 +138,7 @@ def admitted(joined: Collection[str], known: Collection[str], number: int, min_p
     attempt has failed, there are half as many as known members, but at least one.
 
     Args:
-        known: contributors to the last two records (`known_lately`); empty before the first.
+        known: contributors to the last two records (`Tip.known`); empty before the first.
         number: of the attempt.
         lot: a secret of the leader. Otherwise, strangers could choose identities that are always drawn.
     """
@@ -188,4 +179,4 @@ def _holds_quorum(rule: ClosingRule, seen: Gathering) -> bool:
 
 
 def _is_known(peer: str, seen: Gathering) -> bool:
-    return seen.known is None or peer in seen.known
+    return not seen.known or peer in seen.known

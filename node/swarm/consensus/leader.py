@@ -19,7 +19,7 @@ from node.swarm.consensus.ballot import BEHIND_GRACE_S, Attempt, Ballot, first
 from node.swarm.consensus.claims import Claims, gather
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.context import Context
-from node.swarm.consensus.group_closing import Gathering, admitted, judge, known_lately, left_out
+from node.swarm.consensus.group_closing import Gathering, admitted, judge, left_out
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import (
     HASH_BYTES,
@@ -88,7 +88,6 @@ class Leader:
         opened_at_s, quorum_at_s = self._ctx.clock(), None
         tip = self._ctx.chain.tip
         recent = [link.members for link in tip.links]
-        known = known_lately(recent)
         missing = left_out(self._ctx.next_round, recent, self._ballot.joined_at)
         while True:
             self._ballot.follow_members()
@@ -104,7 +103,7 @@ class Leader:
                 quorum_at_s=quorum_at_s,
                 round_s=tip.round_s,
                 left_out=missing,
-                known=known,
+                known=tip.known,
                 is_open_to_all=self._ctx.rules.closing.waits_for_all(self._ctx.next_round),
             )
             verdict = judge(self._ctx.rules.closing, seen, now_s)
@@ -188,16 +187,15 @@ class Leader:
         """Fix the group and make its plan. Each member gets the plan as the answer to its pending `attend` call."""
         lot = self._ctx.peer_table.identity.sign(LOT_PURPOSE, f"{attempt.parent} {attempt.number}".encode())
         here, tip = self._here(attempt) - self._ballot.omitted, self._ctx.chain.tip
-        known = known_lately([link.members for link in tip.links]) or frozenset()
-        drawn = admitted(here, known, attempt.number, self._ctx.rules.closing.min_peers, lot)
+        drawn = admitted(here, tip.known, attempt.number, self._ctx.rules.closing.min_peers, lot)
         group = drawn | here.intersection({self._ctx.me})
         joins = [attempt.joins[peer] for peer in self._at_most(group)]
         declared = {join.signer: read_join(join) for join in joins}
         alone = list(declared) == [self._ctx.me]
         reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
-        if attempt.number:  # A newcomer that offered to reduce, and did not, may have ended the first attempt.
-            reducers = tuple(peer for peer in reducers if peer in known) or reducers
         reducers = tuple(peer for peer in reducers if not self._ballot.is_accused(peer)) or reducers
+        if attempt.number:  # A newcomer that offered to reduce, and did not, may have ended the first attempt.
+            reducers = tuple(peer for peer in reducers if peer in tip.known) or reducers
         if self._ballot.distrusts_reducers and self._ctx.me in self._ctx.peer_table.callable_members():
             reducers = (self._ctx.me,)  # Any reducer may have been wrong, so this leader only trusts itself.
         if not reducers:  # All callable members are on slow lines.
@@ -348,6 +346,8 @@ class Leader:
             accepts = {peer: vote for peer, vote in attempt.votes.items() if vote and peer in counted}
             awaited = self._here(attempt) - attempt.votes.keys()
             if self._is_ratified(group, accepts):
+                if awaited and len(accepts) < 2:  # If a lone contributor failed now, the round would be lost.
+                    continue
                 until_s = min(until_s, self._ctx.clock() + MORE_VOTES_S)
             else:
                 awaited &= self._ctx.electorate().deciding
