@@ -58,6 +58,7 @@ def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
         pytest.param(98002769, id="a node refused a state before the fork, because it was on neither list of rounds"),
         pytest.param(200000725, id="a joiner waited two minutes for a lost answer with the table of credit"),
         pytest.param(610051285, id="a joiner waited two minutes for a part that its only server no longer had"),
+        pytest.param(650002297, id="a fast founder waited for no newcomer, and left all others behind"),
         pytest.param(20072170, id="a lone voter came back to a round and voted for another result"),
     ],
 )
