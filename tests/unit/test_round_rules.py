@@ -56,7 +56,6 @@ def at(
     is_overdue: bool = False,
     left_out: str = "",
     known: str = "",
-    is_open_to_all: bool = True,
 ) -> GroupVerdict:
     """The verdict `now_s` seconds after the first member became ready. Each letter is a peer.
 
@@ -73,7 +72,6 @@ def at(
         round_s=round_s,
         left_out=left_out,
         known=known,
-        is_open_to_all=is_open_to_all,
     )
     return judge(rule, seen, now_s)
 
@@ -132,10 +130,10 @@ ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
         (at(STEPS, "abc", "abcd", EQUAL, now_s=61), True, True, "late"),
         (at(STEPS, "abc", "abcd", EQUAL, now_s=31, round_s=None), True, True, "late"),
         (at(STEPS, "ab", "abcd", EQUAL, now_s=1e9), False, False, "waiting_for_peers"),
-        # members that have not contributed lately: not always waited for, and without a weight
-        (at(TIME, "ab", "abxyz", EQUAL, known="ab", is_open_to_all=False), True, True, "complete"),
+        # members that have not contributed lately: waited for, and without a weight until they are ready
         (at(TIME, "ab", "abxyz", EQUAL, known="ab", is_overdue=True), False, True, "grace"),
-        (at(TIME, "abx", "abxyz", EQUAL, known="abc", is_open_to_all=False), True, True, "complete"),
+        (at(TIME, "ab", "abxyz", EQUAL, known="ab", now_s=7.1, quorum_at_s=5), True, True, "late"),
+        (at(TIME, "abx", "abxyz", EQUAL, known="ab"), False, True, "grace"),
         (at(STEPS, "ab", "abx", EQUAL, known="ab", now_s=59), False, True, "waiting_for_slow"),
         # the first round: more than half of the members
         (at(TIME, "abc", "abcd"), False, True, "grace"),
@@ -392,11 +390,6 @@ def test_every_third_round_waits_for_members_that_were_recently_excluded(
     round_: int, recent: list[tuple[str, ...]], joined: str, expected: str
 ) -> None:
     assert left_out(round_, recent, joined) == frozenset(expected)
-
-
-def test_leader_waits_for_new_members_in_every_third_round_and_always_with_steps() -> None:
-    assert [round_ for round_ in range(7) if TIME.waits_for_all(round_)] == [0, 3, 6]
-    assert all(STEPS.waits_for_all(round_) for round_ in range(7))
 
 
 @pytest.mark.parametrize(

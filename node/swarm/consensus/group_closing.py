@@ -54,14 +54,6 @@ class ClosingRule:
         """Whether a round of this age has exceeded T_r and the longest wait."""
         return age_s > (round_s or 0.0) + self.longest_wait_s(round_s)
 
-    def waits_for_all(self, round_: int) -> bool:
-        """Whether the leader of this round also waits for members that have not contributed lately.
-
-        With `steps` it always does, because a newcomer has no other time to become ready. With `time` it does so in
-        every third round: identities cost nothing, so those that never join must not stretch every round.
-        """
-        return self.policy == "steps" or round_ % WAITED_EVERY == 0
-
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
@@ -88,8 +80,6 @@ class Gathering:
     known: Collection[str] = ()
     """Contributors to the last two records (`Tip.known`); empty before the first, when all members count as known.
     Others weigh nothing until they are ready."""
-    is_open_to_all: bool = True
-    """Whether the leader also waits for members that are not known (`ClosingRule.waits_for_all`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +92,7 @@ class GroupVerdict:
 
 def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
     """Decide whether to close the group now. The verdict has a reason: one sentence and one of WAITING_CODES."""
-    waited_for = [
-        peer for peer in seen.live if peer not in seen.ready and (seen.is_open_to_all or _is_known(peer, seen))
-    ]
+    waited_for = [peer for peer in seen.live if peer not in seen.ready]
     ready, live = len(seen.ready), len(seen.live)
     count = f"{ready} of {live} member{'' if live == 1 else 's'} {'is' if ready == 1 else 'are'} ready"
     if len(seen.ready) < rule.min_peers:
@@ -172,11 +160,7 @@ def _holds_quorum(rule: ClosingRule, seen: Gathering) -> bool:
     """Whether the ready members hold `quorum_ratio` of the live weight. A new member weighs as much as the mean."""
     last = [seen.last_weights[peer] for peer in seen.live if peer in seen.last_weights]
     mean = sum(last) / len(last) if last else 1.0
-    weighing = [peer for peer in seen.live if peer in seen.ready or _is_known(peer, seen)]
+    weighing = [peer for peer in seen.live if peer in seen.ready or peer in seen.known or not seen.known]
     weight = {peer: float(seen.last_weights.get(peer, mean)) for peer in weighing}
     ready = sum(weight.get(peer, 0.0) for peer in seen.ready)
     return ready >= rule.quorum_ratio * sum(weight.values())
-
-
-def _is_known(peer: str, seen: Gathering) -> bool:
-    return not seen.known or peer in seen.known

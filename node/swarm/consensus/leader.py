@@ -104,7 +104,6 @@ class Leader:
                 round_s=tip.round_s,
                 left_out=missing,
                 known=tip.known,
-                is_open_to_all=self._ctx.rules.closing.waits_for_all(self._ctx.next_round),
             )
             verdict = judge(self._ctx.rules.closing, seen, now_s)
             attempt.waiting_reason, attempt.waiting_code = verdict.reason, verdict.code
