@@ -79,8 +79,8 @@ def explain_exclusion(rounds: int, needs: Needs, sync: SyncConfig) -> str:
     since = f"The last {rounds} rounds did not include this node's work."
     if needed_s < needs.round_s:
         return (
-            f"{since} Yet {lasts}. Other programs may use the connection or the machine, or many newcomers may wait "
-            "with this node: a round takes in only as many as there are members; see the log."
+            f"{since} Yet {lasts}. Other programs may use the connection or the machine, or many nodes may be "
+            "new: a round includes at most as many new ones as others, and draws them by lot. See the log."
         )
     if needs.up_s + needs.down_s >= needs.step_s:
         return f"Your connection is too slow for this run's rounds: {lasts}. {since} {_suggest(sync)}"

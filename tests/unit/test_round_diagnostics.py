@@ -113,7 +113,7 @@ MACHINE = (
 NEITHER = (
     "The last 3 rounds did not include this node's work. Yet a round lasts 22 s, and your contribution needs 6 s "
     "(upload 1 s, download 2 s, one inner step 3 s). Other programs may use the connection or the machine, "
-    "or many newcomers may wait with this node: a round takes in only as many as there are members; see the log."
+    "or many nodes may be new: a round includes at most as many new ones as others, and draws them by lot. See the log."
 )
 ALL_HELP = "An int4 codec, overlapped sync or longer rounds would help; the founder of the run chooses this."
 LAST_HELP = "Longer rounds would help; the founder of the run chooses this."

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 V = TypeVar("V")
 LOT_PURPOSE = "diloco lot"
+"""Purpose of the signature by which a leader draws newcomers. Nobody else can compute it beforehand."""
 LOOK_S = 0.1
 GATHER_S = 0.25
 """Longest time between two looks at a group that is being gathered. A new member is seen at once."""
@@ -87,8 +88,7 @@ class Leader:
         """Wait until `group_closing.judge` closes the group. Without a quorum, wait until the attempt ends."""
         opened_at_s, quorum_at_s = self._ctx.clock(), None
         tip = self._ctx.chain.tip
-        recent = [link.members for link in tip.links]
-        missing = left_out(self._ctx.next_round, recent, self._ballot.joined_at)
+        missing = left_out(self._ctx.next_round, [link.members for link in tip.links], self._ballot.joined_at)
         while True:
             self._ballot.follow_members()
             attempt.raise_failure()
@@ -184,11 +184,8 @@ class Leader:
 
     async def _plan(self, attempt: Attempt) -> Plan:
         """Fix the group and make its plan. Each member gets the plan as the answer to its pending `attend` call."""
-        lot = self._ctx.peer_table.identity.sign(LOT_PURPOSE, f"{attempt.parent} {attempt.number}".encode())
-        here, tip = self._here(attempt) - self._ballot.omitted, self._ctx.chain.tip
-        drawn = admitted(here, tip.known, attempt.number, self._ctx.rules.closing.min_peers, lot)
-        group = drawn | here.intersection({self._ctx.me})
-        joins = [attempt.joins[peer] for peer in self._at_most(group)]
+        tip = self._ctx.chain.tip
+        joins = [attempt.joins[peer] for peer in self._at_most(self._drawn(attempt))]
         declared = {join.signer: read_join(join) for join in joins}
         alone = list(declared) == [self._ctx.me]
         reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
@@ -226,6 +223,13 @@ class Leader:
         attempt.plan, attempt.members = sign(self._ctx.peer_table.identity, plan), frozenset(declared)
         attempt.tell()
         return plan
+
+    def _drawn(self, attempt: Attempt) -> set[str]:
+        """The members of the plan (`admitted`), and this leader if it has joined."""
+        here, known = self._here(attempt) - self._ballot.omitted, self._ctx.chain.tip.known
+        lot = self._ctx.peer_table.identity.sign(LOT_PURPOSE, f"{attempt.parent} {attempt.number}".encode())
+        drawn = admitted(here, known, attempt.number, self._ctx.rules.closing.min_peers, lot)
+        return drawn | here.intersection({self._ctx.me})
 
     async def _collect(self, attempt: Attempt, plan: Plan) -> list[str]:
         """Return the members whose contribution arrived whole at every reducer: every chunk has the same contributors.
