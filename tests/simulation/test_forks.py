@@ -37,6 +37,21 @@ def test_two_members_that_lose_a_fork_do_not_lead_each_other_back(download_s: tu
     assert are_on_one_chain(world.nodes) and world.nodes[0].chain.tip.round > 15
 
 
+@pytest.mark.parametrize("latency_s", [0.05, 0.2])
+def test_a_node_whose_rounds_are_shorter_than_its_questions_to_all_others_gives_up_its_chain(latency_s: float) -> None:
+    """It commits a round of its own while it asks. So it took its own round for one that the others had sent."""
+    one = scenario(9, (0,), 15.0, 120.0, founders=9)
+    lines = (Line(latency_s, 0.0), *(Line(latency_s, latency_s),) * 8)
+    one = replace(one, step_s=(0.05, *(0.2,) * 8), lines=lines)
+
+    def prepare(world: World) -> None:
+        for node in world.nodes:
+            world._start(node)
+
+    world = run(one, prepare)
+    assert are_on_one_chain(world.nodes) and world.nodes[0].downloads == 1
+
+
 def test_a_hostile_member_that_refuses_its_proofs_stops_nobody() -> None:
     """It claims to be far ahead. Its refusal looks like that of an honest member without the result of a round."""
     one = replace(scenario(4, (3,), 0.1, 400.0, founders=3), step_s=(2.0,) * 4)

@@ -228,17 +228,17 @@ class CatchUp:
         `fork_choice` decides between their chains and this node's, before any stranger is asked. At most MOST_STRANGERS
         of these are asked, because each may take CHAIN_TIMEOUT_S.
         """
-        has_led, is_unserved, unrelated = False, False, list[tuple[PeerRecord, Message]]()
+        has_led, has_moved, is_unserved, unrelated = False, False, False, list[tuple[PeerRecord, Message]]()
         lacks_state = False
         old_head, known = self._ctx.chain.tip.head, contributors_to(self._ctx.chain.tip.links)
         strangers = [record for record in peers if record.peer_id not in known]
         chosen = self._rng.sample(strangers, min(MOST_STRANGERS, len(strangers)))
         for record in [*(record for record in peers if record.peer_id in known), *chosen]:
-            if record.peer_id not in known and await self._has_lost_to_one_of(unrelated, old_head):
+            if record.peer_id not in known and await self._has_lost_to_one_of(unrelated):
                 return False
             tip = self._ctx.chain.tip
             try:
-                reply = await self._replay_from(record.peer_id)
+                reply, has_moved = await self._replay_from(record.peer_id)
             except SwarmError as exc:
                 logger.info("This node could not catch up from peer %s: %s", record.peer_id[-6:], exc)
                 is_unserved |= isinstance(exc, RoundFailed)  # A peer could refuse with any code.
@@ -246,7 +246,6 @@ class CatchUp:
                 if record.peer_id not in known:
                     self._ballot.add_false_claim(record, JUDGE_AGAIN_S)
                 continue
-            has_moved = self._ctx.chain.tip is not tip
             if reply.header.get("light") is True and not has_moved:
                 unrelated.append((record, reply))  # The peer may be on this chain, but keep few proofs after a restart.
                 continue
@@ -257,16 +256,21 @@ class CatchUp:
             if has_led := has_moved or record.head == tip.head == reply.header.get("head"):
                 break
             self._ballot.add_false_claim(record)
-        await self._has_lost_to_one_of(unrelated, old_head)
+        if not has_moved:
+            await self._has_lost_to_one_of(unrelated)
         if lacks_state and self._ctx.chain.tip.head == old_head:
             self._lose("the run has gone back to a state that this node does not have", "far_behind")
         elif is_unserved and self._ctx.chain.tip.head == old_head:
             self._wait_for_result(old_head)
         return has_led
 
-    async def _has_lost_to_one_of(self, replies: list[tuple[PeerRecord, Message]], old_head: str) -> bool:
-        """Judge and drop these light proofs, until this node's chain has lost or has another head than before."""
-        while replies and self._ctx.chain.tip.head == old_head:
+    async def _has_lost_to_one_of(self, replies: list[tuple[PeerRecord, Message]]) -> bool:
+        """Judge and drop these light proofs until this node's chain has lost.
+
+        This node may have committed rounds since the replies came. Rounds that follow each other faster than the peers
+        answer must not keep a node on a chain that has lost.
+        """
+        while replies:
             if await self._has_lost_to(*replies.pop(0)):
                 return True
         return False
@@ -279,15 +283,19 @@ class CatchUp:
         elif now_s - self._unserved[1] > UNSERVED_S:
             self._lose("no peer has the result of the round after this node's head", "far_behind")
 
-    async def _replay_from(self, peer_id: str) -> Message:
-        """Adopt one peer's proofs until the peer's head is reached or no proof is adopted. Returns the last reply."""
+    async def _replay_from(self, peer_id: str) -> tuple[Message, bool]:
+        """Adopt one peer's proofs until the peer's head is reached or no proof is adopted.
+
+        Returns the last reply, and whether a round that the peer sent is on this node's chain now.
+        """
+        has_moved = False
         while True:
             tip = self._ctx.chain.tip
             heads = Message({"heads": heads_of(tip.links, tip.head)})
             call = self._wire.call(peer_id, "chain", heads, timeout_s=CHAIN_TIMEOUT_S)
             reply = await while_live(self._peer_table, peer_id, call)
             if reply.header.get("light") is True:
-                return reply
+                return reply, has_moved
             newest_at_s = self._ctx.clock() - self._ctx.stated_age_s(reply.header)
             for blob in reply.blobs:
                 proof = parse(Proof, blob)
@@ -295,8 +303,10 @@ class CatchUp:
                 while not self._has_room():  # noqa: ASYNC110 - the trainer's thread makes room
                     await asyncio.sleep(ROOM_CHECK_S)
                 await self._committer.adopt(proof, newest_at_s if is_newest else None, is_behind=not is_newest)
+                now = self._ctx.chain.tip  # Another call may have adopted the same round.
+                has_moved |= proof.outcome.hash in heads_of(now.links, now.head)
             if self._ctx.chain.tip.head in (tip.head, reply.header.get("head")):
-                return reply
+                return reply, has_moved
 
     def _leaving(self, tip: Tip) -> list[PeerRecord]:
         """Live peers at this node's head that are downloading another state.
@@ -330,8 +340,8 @@ class CatchUp:
             self._wire.traffic.reject(exc)
             self._ballot.add_false_claim(record)
             return False
-        if not theirs or self._ctx.chain.tip is not tip:
-            return False
+        if not theirs or theirs[0].head in heads or self._ctx.chain.tip is not tip:
+            return False  # This node has moved since the reply came.
         fork_point = theirs[0].parent
         is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
         standing = {r.peer_id: r.head for r in [*self._peer_table.members(), *self._leaving(tip)]}
