@@ -5,6 +5,7 @@
     │   ├── ConfigError
     │   ├── InviteError
     │   ├── DataFolderError
+    │   │   └── IdentityInUse     another running node has the identity of this one
     │   └── ReleaseError          a release file that is forged, old, expired or not one
     ├── MachineError           3  this machine lacks something: memory, GPU, disk, a free port
     │   ├── QuotaError            limits.disk_gb leaves no room, so nothing was written
@@ -64,6 +65,16 @@ class DataFolderError(UsageError):
     @classmethod
     def of_another_user(cls, folder: Path) -> DataFolderError:
         return cls(f"The data folder {folder} belongs to another user: run the command as that user.")
+
+
+class IdentityInUse(DataFolderError):
+    code = "identity_in_use"
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(
+            f"Another running node has the identity of this one, probably from a copy of its data folder: stop one of "
+            f"the two for good, or remove {file} on one of them, and it makes a new identity."
+        )
 
 
 class ReleaseError(UsageError):

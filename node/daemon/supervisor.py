@@ -36,7 +36,7 @@ from node.daemon.pause_policy import PausePolicy
 from node.daemon.process_meter import ProcessMeter
 from node.daemon.worker_process import WorkerExit
 from node.daemon.worker_watchdog import SupervisorTimings, WorkerWatchdog
-from node.errors import MachineError, QuotaError, RestartError
+from node.errors import IdentityInUse, MachineError, QuotaError, RestartError
 from node.host import gpu_power, ports
 from node.host.cgroup import memory_limit
 from node.host.logs import set_level
@@ -73,7 +73,7 @@ NO_ROOM = ("disk_full", QuotaError.code)
 """Codes of a worker that could not save its work: the disk was full (`training.checkpoint.DISK_FULL`), or the quota."""
 MEMORY_LIMIT = "memory_limit"
 """Code of a node whose container has too little memory to start a worker."""
-NOT_BY_SETTINGS = ports.CODES | {"newer_checkpoint", MEMORY_LIMIT}
+NOT_BY_SETTINGS = ports.CODES | {"newer_checkpoint", IdentityInUse.code, MEMORY_LIMIT}
 """Values of `Ended.code` that no change on the settings page can cause or repair."""
 COUNTERS_INTERVAL_S = 5.0
 

@@ -17,7 +17,7 @@ from statistics import median_low
 from typing import Any, Literal
 
 from node.config.amendments import SignedAmendment
-from node.errors import MachineError, PeerError, SwarmError
+from node.errors import IdentityInUse, MachineError, PeerError, SwarmError
 from node.host.disk_quota import Room, any_room
 from node.host.ports import IN_USE, LISTEN_PORT_FILE, PortFile, Reservation, choose, moved_notice
 from node.multiaddress import parse
@@ -215,7 +215,7 @@ class SwarmMember:
         self._tasks += [asyncio.create_task(one) for one in work]
 
     async def watch(self) -> None:
-        """Wait until a background task ends or libp2p's daemon dies, and raise the error."""
+        """Wait until a background task ends, libp2p's daemon dies or a twin appears, and raise the error."""
         died = asyncio.create_task(self.wire.daemon.died.wait())
         try:
             while True:
@@ -225,6 +225,8 @@ class SwarmMember:
                 for task in done:
                     error = None if task.cancelled() else task.exception()
                     raise error or SwarmError(f"A background task of the member ended: {task.get_name()}.")
+                if self.participant is not None and self.participant.committer.has_twin:
+                    raise IdentityInUse(self.options.daemon.identity_file)
         finally:
             died.cancel()
 

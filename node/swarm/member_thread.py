@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from node.errors import RoundFailed, SwarmError
+from node.errors import IdentityInUse, RoundFailed, SwarmError
 from node.status import MEMBER_PHASES, Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.ballot import LocalContribution
@@ -28,8 +28,8 @@ T = TypeVar("T")
 START_S = 60.0
 """Timeout of a start: libp2p's daemon may be started three times, and each start may take 20 s."""
 CLOSE_S = 6.0
-Mail = Committed | RoundFailed | SwarmError
-"""Events of the swarm, in order. A SwarmError other than RoundFailed and Lost means that the thread has ended."""
+Mail = Committed | RoundFailed | SwarmError | IdentityInUse
+"""Events of the swarm, in order. An error other than RoundFailed and Lost means that the thread has ended."""
 
 
 MOST_REPLAYED = 2
@@ -86,7 +86,7 @@ class SwarmThread:
         self._started: Future[None] = Future()
         self._closing: asyncio.Event | None = None
         self._goodbye = Phase.STOPPED
-        self._failure: SwarmError | None = None
+        self._failure: SwarmError | IdentityInUse | None = None
         self._thread = threading.Thread(target=self._main, name="swarm", daemon=True)
 
     def open(self) -> None:
@@ -138,16 +138,17 @@ class SwarmThread:
         closing = asyncio.create_task(self._closing.wait())
         await asyncio.wait([watch, closing], return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and (error := watch.exception()) is not None:
-            if not isinstance(error, SwarmError):
+            if not isinstance(error, SwarmError | IdentityInUse):
                 logger.error("The swarm thread stopped because of a bug in this program.", exc_info=error)
-            self._failure = SwarmError(f"The swarm's thread ended: {error}")
-            self.mailbox.put(self._failure)
+            failure = error if isinstance(error, IdentityInUse) else SwarmError(f"The swarm's thread ended: {error}")
+            self._failure = failure
+            self.mailbox.put(failure)
         watch.cancel()
         closing.cancel()
         await self._member.close(self._goodbye)
 
     def check(self) -> None:
-        """Raise SwarmError if the thread has ended by itself. Callers that do not read the mailbox must call this."""
+        """Raise the error if the thread has ended by itself. Callers that do not read the mailbox must call this."""
         if self._failure is not None:
             raise self._failure
 

@@ -17,7 +17,7 @@ import torch
 
 from node.config.manifest import RunConfig
 from node.config.schema import Config
-from node.errors import MachineError, NodeError, RestartError, SwarmError
+from node.errors import IdentityInUse, MachineError, NodeError, RestartError, SwarmError
 from node.host import gpu_power
 from node.host.disk_quota import Quota, quota_bytes
 from node.host.files import write_whole
@@ -392,7 +392,7 @@ class Worker:
             except StopAsked:
                 trainer.save()
                 raise
-            except SwarmError:
+            except (SwarmError, IdentityInUse):
                 trainer.save_if_possible()
                 raise
             except MachineError as exc:

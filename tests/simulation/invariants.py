@@ -118,6 +118,8 @@ class Invariants:
         tip = committed.tip
         if node.hostility:
             return
+        if node.participant.committer.has_twin:
+            self._violate(f"n{node.number} takes a contribution of its own for that of another node")
         self._newest[node.number] = tip.round
         self._adoptions[node.number] += 1
         if self._digests.setdefault(tip.head, tip.digest) != tip.digest:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ SLOW_FETCH_S = 1.0
 """A member that fetched the mean for longer than this asks the leader when the round was committed."""
 ASK_S = 2.0
 """Timeout of the call that asks the leader when the round was committed."""
+TWIN_ROUNDS, TWIN_WINDOW = 5, 20
+"""Another running node has the identity of this one if TWIN_ROUNDS of the last TWIN_WINDOW rounds that include it
+have a contribution that this process did not offer. After a restart, one or two rounds may have an earlier one."""
 EVICT_S = 600.0
 """A peer that signs two outcomes in one attempt is evicted for this time only: it may have lost its data in a crash."""
 
@@ -84,8 +88,15 @@ class Committer:
         """Heads of this node's chain that has lost. Others that have lost, too, may still offer them."""
         self._left_at = -1
         """The last round that this process may have contributed to on a chain that it has left since."""
+        self._foreign: deque[bool] = deque(maxlen=TWIN_WINDOW)
+        """For each of the last rounds that include this identity, whether another process made the contribution."""
         self._present_since: int | None = None
         """The count of this process's suspensions at the last round that it took part in; None before the first."""
+
+    @property
+    def has_twin(self) -> bool:
+        """Whether another running node has the identity of this one, so that each takes part in place of the other."""
+        return sum(self._foreign) >= TWIN_ROUNDS
 
     async def adopt(self, proof: Proof, committed_at_s: float | None = None, *, is_behind: bool = False) -> bool:
         """Check a proof and take its outer step. Returns False if the proof is not for this node's next round.
@@ -307,6 +318,8 @@ class Committer:
         if included and (was_left or outcome.round <= self._left_at):
             # It may include an earlier contribution, which this node discarded when it left its chain.
             included = offered and self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
+        if included and not (is_replayed or is_behind or was_left):
+            self._foreign.append(not (offered and self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])))
         was_paused = ctx.rules.is_paused
         ctx.chain.advance(tip, parent, proof)
         if was_paused:
