@@ -249,11 +249,12 @@ class CatchUp:
             if reply.header.get("light") is True and not has_moved:
                 unrelated.append((record, reply))  # The peer may be on this chain, but keep few proofs after a restart.
                 continue
+            is_here = record.head == tip.head == reply.header.get("head")
             if has_moved:
                 logger.info("This node has caught up to round %d.", self._ctx.chain.tip.round)
-            elif record.head == tip.head == reply.header.get("head"):
+            elif is_here and self._ctx.chain.tip.head == tip.head:  # Else, the reply is about an earlier round.
                 self._ctx.chain.set_anchor(self._ctx.clock() - self._ctx.stated_age_s(reply.header))
-            if has_led := has_moved or record.head == tip.head == reply.header.get("head"):
+            if has_led := has_moved or is_here:
                 break
             self._ballot.add_false_claim(record)
         if not has_moved:
