@@ -269,7 +269,10 @@ class Feed:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), self._timings.close_s)
+                async with asyncio.timeout(self._timings.close_s):
+                    await process.wait()
+                    if process.stdout is not None:
+                        await process.stdout.read()  # At its end, asyncio closes the pipes.
 
 
 def _tail(log: Path) -> str:
