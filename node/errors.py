@@ -73,7 +73,7 @@ class IdentityInUse(DataFolderError):
     def __init__(self, file: Path) -> None:
         super().__init__(
             f"Another running node has the identity of this one, probably from a copy of its data folder: stop one of "
-            f"the two for good, or remove {file} on one of them, and it makes a new identity."
+            f"the two for good, or remove {file}, and this node makes a new identity."
         )
 
 
