@@ -69,8 +69,6 @@ class TextGenerator:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-                if process.stdout is not None:
-                    await process.stdout.read()  # At its end, asyncio closes the pipes.
         try:
             answer = json.loads(output.splitlines()[-1])
         except (ValueError, IndexError) as exc:

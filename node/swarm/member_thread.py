@@ -138,11 +138,13 @@ class SwarmThread:
         closing = asyncio.create_task(self._closing.wait())
         await asyncio.wait([watch, closing], return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and (error := watch.exception()) is not None:
-            if not isinstance(error, SwarmError | IdentityInUse):
-                logger.error("The swarm thread stopped because of a bug in this program.", exc_info=error)
-            failure = error if isinstance(error, IdentityInUse) else SwarmError(f"The swarm's thread ended: {error}")
-            self._failure = failure
-            self.mailbox.put(failure)
+            if isinstance(error, IdentityInUse):
+                self._failure = error
+            else:
+                if not isinstance(error, SwarmError):
+                    logger.error("The swarm thread stopped because of a bug in this program.", exc_info=error)
+                self._failure = SwarmError(f"The swarm's thread ended: {error}")
+            self.mailbox.put(self._failure)
         watch.cancel()
         closing.cancel()
         await self._member.close(self._goodbye)

@@ -30,7 +30,7 @@ def test_node_with_a_copied_identity_ends_and_trains_again_with_a_new_one(tmp_pa
         founder.until_round(since + 2)
 
         if third.running.poll() is None:
-            third.stop()
+            assert third.stop() == 0
         (third.folder / "identity.key").unlink()
         for twin in twins:
             if twin.running.poll() is not None:

@@ -764,7 +764,7 @@ import sys, time, node.cli, node.commands.publish as publish
 def write(manifest, checkpoint, folder, **_):
     folder.mkdir()
     print("writes", flush=True)
-    for _ in range(600):  # Python may handle a signal that comes just before a sleep only after it.
+    for _ in range(600):  # Python handles a signal that comes just before a long sleep only after it.
         time.sleep(0.1)
 publish.write_model_folder = write
 sys.exit(node.cli.main())

@@ -315,11 +315,12 @@ class Committer:
     ) -> None:
         ctx, parent = self._ctx, outcome.plan.parent
         offered, included = self._ballot.offers(parent), ctx.me in outcome.included
-        if included and (was_left or outcome.round <= self._left_at):
+        is_own = included and offered and self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
+        if was_left or outcome.round <= self._left_at:
             # It may include an earlier contribution, which this node discarded when it left its chain.
-            included = offered and self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
-        if included and not (is_replayed or is_behind or was_left):
-            self._foreign.append(not (offered and self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])))
+            included = is_own
+        elif included and not (is_replayed or is_behind):
+            self._foreign.append(not is_own)
         was_paused = ctx.rules.is_paused
         ctx.chain.advance(tip, parent, proof)
         if was_paused:

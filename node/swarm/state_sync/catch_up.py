@@ -342,7 +342,7 @@ class CatchUp:
             self._ballot.add_false_claim(record)
             return False
         if not theirs or theirs[0].head in heads or self._ctx.chain.tip is not tip:
-            return False  # This node has moved since the reply came.
+            return False  # There is nothing to judge, or this node has moved since the reply came.
         fork_point = theirs[0].parent
         is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
         standing = {r.peer_id: r.head for r in [*self._peer_table.members(), *self._leaving(tip)]}
