@@ -33,7 +33,7 @@ def alive(pid: int) -> bool:
     """Whether the process runs. A zombie does not count as running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -306,7 +306,7 @@ def test_child_processes_of_the_worker_end_with_the_worker(tmp_path: Path, how: 
             daemon.worker_pid(other_than=first)
         else:
             assert daemon.terminate()[0] == 0
-        assert not alive(grandchild)
+        wait_for(lambda: not alive(grandchild), 10)  # SIGKILL may take effect after `kill` returns.
 
 
 PUBLIC = {"/public": 307, "/public/": 200, "/public/run.json": 200, "/public/public.css": 200}
