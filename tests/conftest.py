@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -16,6 +17,9 @@ from tests.swarm import fork_server
 # These must be set before torch is imported. All processes share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Hypothesis fails an example that takes 200 ms, as any may beside other tests.
+hypothesis.settings.register_profile("beside other tests", deadline=None)
+hypothesis.settings.load_profile("beside other tests")
 
 LIMITED_DEVICE = os.environ.get("DILOCO_TEST_DEVICE") == "limited"
 """Whether all tests compute on a fake device without bf16, NVML and fused AdamW (`tests/limited_device.py`)."""

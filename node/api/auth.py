@@ -146,7 +146,8 @@ class Guard:
         refusal = self._refusal(scope, Headers(scope=scope))
         if refusal is None and scope["method"] not in SAFE_METHODS:
             try:
-                receive = await asyncio.wait_for(_read_body(receive, self._body_bytes_max), BODY_TIMEOUT_S)
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    receive = await _read_body(receive, self._body_bytes_max)
             except TimeoutError:
                 refusal = self._answer(408, "The request's body did not arrive in time: send it again.")
             except OverflowError:

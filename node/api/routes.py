@@ -293,7 +293,8 @@ async def stream_events(
         while True:
             event, is_last = b": keep-alive\n\n", False
             with suppress(TimeoutError):
-                status = await asyncio.wait_for(queue.get(), keep_alive_s)
+                async with asyncio.timeout(keep_alive_s):
+                    status = await queue.get()
                 body = (status or node.view().status).model_dump_json()
                 event, is_last = b"event: status\ndata: " + body.encode() + b"\n\n", status is None
             if not is_allowed():
@@ -330,8 +331,8 @@ def _add_support_bundle(router: APIRouter, context: ApiContext) -> None:
             source = BundleSource(context.node.view(), config, origins, context.build, page, secrets)
             making = asyncio.ensure_future(asyncio.to_thread(make_bundle, source))
         try:
-            # Concurrent requests share one bundle.
-            content = await asyncio.wait_for(asyncio.shield(making), BUNDLE_TIMEOUT_S)
+            async with asyncio.timeout(BUNDLE_TIMEOUT_S):
+                content = await asyncio.shield(making)  # Concurrent requests share one bundle.
         except TimeoutError:
             return problem_response(503, "The bundle takes too long: ask again later.", {"Retry-After": "10"})
         name = time.strftime("diloco-node-support-%Y%m%d-%H%M%S.zip", time.gmtime())

@@ -255,7 +255,8 @@ class DiskMonitor:
                 self._set_notice(QuotaError.code, notice)
             is_over = notice is not None
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), DISK_INTERVAL_S)
+                async with asyncio.timeout(DISK_INTERVAL_S):
+                    await self._changed.wait()
 
 
 def _unusable(exc: OSError, path: str, fault: str) -> NodeError:

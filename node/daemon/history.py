@@ -218,7 +218,8 @@ class HistoryStore:
 
         try:
             self._jobs.put_nowait(job)
-            return await asyncio.wait_for(asyncio.wrap_future(answer), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.wrap_future(answer)
         except (queue.Full, TimeoutError) as exc:
             raise HistoryUnavailable("The history's disk is too slow now: ask again later.") from exc
 

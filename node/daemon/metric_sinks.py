@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import BinaryIO
 
 from node.host.priority import WITHOUT_GPU
 from node.sinks.series import NOT_INSTALLED, Point, SinkTarget
@@ -30,6 +31,8 @@ FOLDER = "metrics"
 WAITING_MAX = 2000
 """Points that wait for a sink. When there are more, the oldest is dropped."""
 REASON_LENGTH_MAX = 200
+KILLED_S = 5.0
+"""Time for a killed process to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ class Feed:
             await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
             self._log_file = folder / f"{self._name}.log"
             # A file, because nobody would read a pipe while a sink is written to.
-            with await asyncio.to_thread(self._log_file.open, "wb") as log:
+            with await self._open_log(self._log_file) as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command,
                     stdin=asyncio.subprocess.PIPE,
@@ -217,6 +220,15 @@ class Feed:
         except OSError as exc:
             raise SinkFailed(f"its process cannot be started ({exc.strerror})") from exc
         return self._process
+
+    @staticmethod
+    async def _open_log(file: Path) -> BinaryIO:
+        opening = asyncio.ensure_future(asyncio.to_thread(file.open, "wb"))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            (await opening).close()
+            raise
 
     def _write_line(self, fields: dict[str, object]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -262,17 +274,18 @@ class Feed:
 
     async def _kill(self) -> None:
         """End the process and all that it has started."""
-        process, self._process = self._process, None
+        process = self._process
         if process is not None:
             if process.stdin is not None:
                 process.stdin.close()
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._timings.close_s):
+                async with asyncio.timeout(KILLED_S):
                     await process.wait()
                     if process.stdout is not None:
                         await process.stdout.read()  # At its end, asyncio closes the pipes.
+        self._process = None  # Only now: `close` repeats a kill that was cancelled.
 
 
 def _tail(log: Path) -> str:

@@ -349,7 +349,8 @@ class Supervisor:
             self._enter(Phase.STARTING, MEMORY_LIMIT, f"{lack} The node tries again.")
         first_s, longest_s = self._timings.memory_pauses_s
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), min(longest_s, first_s * 2 ** min(waits, 20)))
+            async with asyncio.timeout(min(longest_s, first_s * 2 ** min(waits, 20))):
+                await self._changed.wait()
         return True
 
     async def _run_worker(self, mode: Literal["train", "relay", "pause"]) -> tuple[WorkerExit, str | None]:
@@ -455,7 +456,8 @@ class Supervisor:
             reason = f"The worker crashed ({cause}); it starts again in {backoff_s:g} s."
             self._enter(Phase.STARTING, CRASHED, reason)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), backoff_s)
+            async with asyncio.timeout(backoff_s):
+                await self._changed.wait()
 
     def _forget_crashes(self) -> None:
         """Reset the count of crashes and withdraw the warning."""

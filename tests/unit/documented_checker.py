@@ -22,13 +22,13 @@ def no_network(*_, **__):
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = no_network
 program, found = sys.argv[1], []
 for file in sys.argv[2:]:
-    sys.argv, out, end, began_s = [program, file], io.StringIO(), 0, time.perf_counter()
+    sys.argv, out, end, began_s = [program, file], io.StringIO(), 0, time.process_time()
     with contextlib.redirect_stdout(out):
         try:
             runpy.run_path(program, run_name="__main__")
         except SystemExit as ended:
             end = ended.code
-    found.append((end, out.getvalue(), time.perf_counter() - began_s))
+    found.append((end, out.getvalue(), time.process_time() - began_s))
 assert not any(name.partition(".")[0] == "node" for name in sys.modules)
 print(json.dumps(found))
 """
@@ -43,7 +43,7 @@ class Verdict:
     """Its exit code, or the line on stderr with which it ends with exit code 1."""
     out: str
     seconds: float
-    """Seconds from the start of the program, not of the interpreter. In the first verdict they include the imports."""
+    """Processor time from the start of the program, not of the interpreter. The first verdict includes the imports."""
 
     @property
     def is_valid(self) -> bool:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class ForkedRank:
 
     def __init__(self, settings: rank_processes.RankSettings, faults: str) -> None:
         self._exit_code: int | None = None
+        self._reaping = threading.Lock()  # The main thread and the one that watches the ranks both poll.
         self._pid = os.fork()
         if self._pid == 0:
             os.environ["DILOCO_FAULTS"] = faults
@@ -88,11 +90,12 @@ class ForkedRank:
                 _end(status)
 
     def poll(self) -> int | None:
-        if self._exit_code is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            if pid:
-                self._exit_code = os.waitstatus_to_exitcode(status)
-        return self._exit_code
+        with self._reaping:
+            if self._exit_code is None:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                if pid:
+                    self._exit_code = os.waitstatus_to_exitcode(status)
+            return self._exit_code
 
     def kill(self) -> None:
         if self.poll() is None:

@@ -35,6 +35,7 @@ from node.worker.session import Session, StartingPoint
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker.trainer import Amended
 from node.worker_protocol import Start, Stop
+from tests.event_loop import until
 
 
 @pytest.fixture
@@ -112,8 +113,23 @@ def test_draining_worker_stops_when_the_round_of_its_contribution_ends(worker: W
 
 
 @pytest.mark.parametrize("cause", [None, ResyncCause("a test", "fork")])
-def test_a_download_shows_why_it_has_not_succeeded_yet(worker: Worker, cause: ResyncCause | None) -> None:
+def test_a_download_shows_why_it_has_not_succeeded_yet(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, cause: ResyncCause | None
+) -> None:
     shown = list[tuple[Phase, str]]()
+    enter, polls = worker._reporter.enter, 0
+
+    def enter_and_count(*given: str) -> None:
+        nonlocal polls
+        enter(*given)  # type: ignore[arg-type]
+        polls += 1
+
+    monkeypatch.setattr(worker._reporter, "enter", enter_and_count)
+
+    async def two_polls() -> None:
+        """Wait until the main thread has reported what was set before this call."""
+        last = polls + 2
+        await until(lambda: polls >= last)
 
     class Member:
         async def download(self, *given: Any) -> str:
@@ -122,7 +138,7 @@ def test_a_download_shows_why_it_has_not_succeeded_yet(worker: Worker, cause: Re
             on_progress(0.25)
             for problem in ("", "No peer serves a state yet.", ""):
                 on_try(problem)
-                await asyncio.sleep(2 * orders.POLL_S)
+                await two_polls()
                 shown.append((worker._reporter.state.phase, worker._reporter.state.reason))
             return "the tip"
 

@@ -158,7 +158,7 @@ def test_encoded_data_of_the_wrong_size_is_refused(name: str, n: int) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", *LOW_BIT, "int2", "topk", "topk64"])
 @given(x=vectors, damage=st.binary(min_size=1, max_size=50))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_damaged_encoded_data_is_refused_or_decodes_to_finite_values(name: str, x: torch.Tensor, damage: bytes) -> None:
     codec, n = make_codec(name), x.numel()
     data = bytearray(codec.encode(x))
@@ -313,7 +313,7 @@ def test_fp16_codec_refuses_to_decode_a_value_beyond_the_range_of_fp32() -> None
 
 
 @given(data=st.binary(min_size=19, max_size=19))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_data_that_the_fp16_check_accepts_decodes_to_finite_numbers(data: bytes) -> None:
     codec, n = make_codec("fp16"), 9
     try:
@@ -328,7 +328,7 @@ def test_random_data_that_the_fp16_check_accepts_decodes_to_finite_numbers(data:
 
 @pytest.mark.parametrize("name", LOW_BIT)
 @given(x=vectors)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_low_bit_codecs_keep_every_element_within_its_error_bound(name: str, x: torch.Tensor) -> None:
     assert_within_bound(name, x)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.data_directory import COUNTERS_FILE, LOCK_PATIENCE_S, DataDirectory, OwnerRequest, _require_private
+from node.daemon import data_directory
+from node.daemon.data_directory import COUNTERS_FILE, DataDirectory, OwnerRequest, _require_private
 from node.errors import DataFolderError, RestartError
 from node.status import Activity, Counters, SavedCounters
 
@@ -48,12 +49,13 @@ def test_second_node_on_a_data_directory_is_refused_and_the_error_names_the_firs
     DataDirectory.open(tmp_path).close()
 
 
-def test_node_starts_although_a_command_looks_at_the_lock(tmp_path: Path) -> None:
+def test_node_starts_although_a_command_looks_at_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_directory, "LOCK_PATIENCE_S", 10.0)
     with DataDirectory.open(tmp_path):
         pass
     looking = os.open(tmp_path / "lock", os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    timer = threading.Timer(LOCK_PATIENCE_S / 4, os.close, [looking])
+    timer = threading.Timer(0.1, os.close, [looking])
     timer.start()
     with DataDirectory.open(tmp_path) as directory:
         assert directory.token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -204,6 +205,29 @@ async def test_a_record_that_the_reader_refuses_does_not_hide_the_others() -> No
     reader._node.protocol.storage.clear()
     assert await holder.lookup("key") == {"early": b"record", "late": b"record"}
     assert await reader.lookup("key") == {"early": b"record"}
+
+
+@in_loop
+async def test_a_lookup_that_is_cancelled_at_any_moment_ends_its_task() -> None:
+    _, (node,) = await open_nodes(RefuseAfter(0.0))
+    looked_up = 0
+
+    async def look_up_once() -> None:
+        nonlocal looked_up
+        await node.lookup("key")
+        looked_up += 1
+        await asyncio.sleep(60)
+
+    for moment in range(200):
+        task = asyncio.create_task(look_up_once())
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled(), f"cancelled after {moment} turns of the loop"
+        if looked_up:
+            return
+    pytest.fail("the lookup did not end")
 
 
 @in_loop

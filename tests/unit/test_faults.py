@@ -136,7 +136,7 @@ def test_a_planned_hang_blocks_the_event_loop_and_a_stall_does_not() -> None:
         ticking.cancel()
         return count
 
-    assert asyncio.run(ticks("reduce@0=stall:0.3")) > 5
+    assert asyncio.run(ticks("reduce@0=stall:1.0")) > 5
     assert asyncio.run(ticks("reduce@0=hang:0.3")) == 0
 
 

@@ -95,6 +95,12 @@ class Machine:
             history.close()
 
 
+@pytest.fixture(autouse=True)
+def time_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `close` wait for a disk that other tests keep busy."""
+    monkeypatch.setattr("node.daemon.history.CLOSE_S", 30.0)
+
+
 @pytest.fixture
 def machine() -> Machine:
     return Machine()

@@ -15,6 +15,12 @@ from node.daemon.log_handlers import FILE, FILES, RECORDS_WAITING_MAX, LogFile
 from node.host.logs import Stamp
 
 
+@pytest.fixture(autouse=True)
+def time_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `close` wait for a disk that other tests keep busy."""
+    monkeypatch.setattr(log_handlers, "CLOSE_S", 30.0)
+
+
 def record(message: str, **extra: object) -> logging.LogRecord:
     return logging.makeLogRecord({"name": "node.x", "levelno": 20, "levelname": "INFO", "msg": message, **extra})
 
@@ -43,7 +49,6 @@ def test_log_file_in_text_has_day_phase_and_round_in_every_line(tmp_path: Path) 
 
 def test_total_size_of_all_log_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_handlers, "LOG_BYTES_MAX", 40_000)
-    monkeypatch.setattr(log_handlers, "CLOSE_S", 30.0)
     log = LogFile(tmp_path, "json")
     for number in range(1500):
         log.handle(record(f"{number} " + "x" * 100))

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -171,6 +172,32 @@ def test_a_sink_that_hangs_holds_up_nothing_and_says_so_once(tmp_path: Path, cap
         text,
         f"The curves in wandb may lack the last {WAITING_MAX} rounds.",
     ]
+
+
+def test_a_node_that_ends_while_a_hung_sink_is_killed_waits_for_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Sinks(tmp_path, ["wandb"], HANGS, SinkTimings(answer_s=0.2, retry_s=0.05, close_s=0.2))
+    processes, is_killed = list[asyncio.subprocess.Process](), asyncio.Event()
+    start, kill = asyncio.create_subprocess_exec, os.killpg
+
+    async def start_and_note(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        processes.append(await start(*words, **options))
+        return processes[-1]
+
+    def kill_and_note(group: int, number: int) -> None:
+        kill(group, number)
+        is_killed.set()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_note)
+    monkeypatch.setattr(os, "killpg", kill_and_note)
+
+    async def action() -> None:
+        node.sinks.add_round(record(0))
+        await is_killed.wait()
+
+    node.during(action)
+    assert processes[0].returncode == -signal.SIGKILL
 
 
 def test_a_missing_package_is_told_once_with_the_command_that_installs_it(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_a_restart_repeats_a_message_that_no_receiver_has_got(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notifier, "LOOK_S", 0.05)
-    monkeypatch.setattr(notifier, "RETRY_S", (0.1, 0.1, 600.0))
+    monkeypatch.setattr(notifier, "RETRY_S", (600.0,))
     away = Told(tmp_path, webhook="http://127.0.0.1:1/topic")
     away.show(DISK)
     deliver(away, lambda: "was not sent" in caplog.text)

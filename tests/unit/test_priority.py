@@ -36,7 +36,7 @@ if sys.argv[2] == "low":
     lower_priority()
 print("ready", flush=True)
 sys.stdin.readline()
-began_s, end_s = time.process_time(), time.monotonic() + 2
+began_s, end_s = time.process_time(), time.monotonic() + 6
 while time.monotonic() < end_s:
     pass
 print(time.process_time() - began_s)

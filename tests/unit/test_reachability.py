@@ -18,7 +18,7 @@ from node.swarm.connectivity.reachability import MAX_PROBES, Reachability, Reach
 from node.swarm.identity import new_identity
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.transport.wire import Message, Service
-from tests.event_loop import in_loop
+from tests.event_loop import in_loop, in_virtual_time
 from tests.in_process import InProcessNetwork, InProcessWire
 
 RUN = "a" * 64
@@ -377,7 +377,7 @@ async def test_address_that_only_one_neighbour_sees_causes_only_one_new_probe(mo
     assert known._ask_soon and known.observed == {LAN}, "old observations are forgotten"
 
 
-@in_loop
+@in_virtual_time
 async def test_node_without_a_listen_port_does_not_ask_for_a_probe() -> None:
     me = Peer(FakeNetwork(), ports={})
     with suppress(TimeoutError):
@@ -465,7 +465,7 @@ async def test_probe_dials_only_the_callers_own_address_and_not_too_often() -> N
     assert caught.value.code == "too_soon"
 
 
-@in_loop
+@in_virtual_time
 async def test_two_silent_ports_are_reported_before_the_call_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.swarm.connectivity.reachability.PROBE_S", 0.5)
     monkeypatch.setattr("node.swarm.connectivity.reachability.CALL_S", 0.8)

@@ -26,6 +26,7 @@ from node.errors import NodeError
 from node.training.checkpoint import OUTER
 from node.training.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, open_tokenizer
 from tests.api.test_connections import serving
+from tests.event_loop import until
 from tests.swarm.harness import tiny
 from tests.unit.data_folder import TOKEN, make_data_folder, save_round
 
@@ -247,12 +248,14 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_model_and_all_files(
     with pytest.raises(NodeError, match="holds no checkpoint"):
         newest._look()
 
-    async def watch_for_a_moment() -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(newest.watch(0.01), 0.3)
+    async def watch_until_it_warns() -> None:
+        watching = asyncio.create_task(newest.watch(0.01))
+        await until(lambda: "is still served" in caplog.text)
+        await asyncio.sleep(0.2)  # It looks again.
+        watching.cancel()
 
     with caplog.at_level(logging.WARNING, "node.commands.serve"):
-        asyncio.run(watch_for_a_moment())
+        asyncio.run(watch_until_it_warns())
     assert newest._model is first
     assert sum("is still served" in record.message for record in caplog.records) == 1, "said once"
     assert sorted(path for path in tmp_path.rglob("*")) == before

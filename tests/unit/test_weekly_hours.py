@@ -70,7 +70,7 @@ def oracle(windows: list[str], zone: str, at: datetime) -> bool:
     return not windows
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(texts(), max_size=3), st.sampled_from(ZONES), moments())
 @example(["sun 02:00-03:00"], BERLIN, datetime(2026, 3, 28, tzinfo=UTC))
 @example(["sat,sun 00:00-24:00"], BERLIN, datetime(2026, 10, 25, 0, 30, tzinfo=UTC))
@@ -78,7 +78,7 @@ def test_weekly_hours_agree_with_the_wall_clock_at_any_moment(windows: list[str]
     assert parse_hours(windows, zone).is_active(at) == oracle(windows, zone, at)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(texts(), max_size=3), st.sampled_from(ZONES), moments())
 @example(["sun 02:10-02:50"], BERLIN, datetime(2026, 3, 28, 12, tzinfo=UTC))
 @example(["sun 02:10-02:50"], BERLIN, datetime(2026, 10, 25, 0, 0, tzinfo=UTC))

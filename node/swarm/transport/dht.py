@@ -5,10 +5,10 @@ They are apart, because peers of other runs must neither hold a run's peer recor
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
-from asyncio import wait_for
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
@@ -204,13 +204,15 @@ class Dht:
 
     async def close(self) -> None:
         try:
-            await wait_for(self._node.shutdown(), SHUTDOWN_S)
+            async with asyncio.timeout(SHUTDOWN_S):
+                await self._node.shutdown()
         except DAEMON_ERRORS as exc:
             logger.debug("The DHT did not shut down: %r", exc)
 
     async def _call(self, work: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await wait_for(work(), CALL_TIMEOUT_S)
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await work()
         except (*DAEMON_ERRORS, *MALFORMED_ERRORS, SwarmError, AssertionError) as exc:
             # hivemind raises AssertionError on unexpected answers of peers.
             logger.debug("The DHT did not answer: %r", exc)
