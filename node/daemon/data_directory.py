@@ -283,7 +283,10 @@ def _require_private(path: Path) -> list[str]:
             "planted anything in it, or choose another folder with --data-dir."
         )
     for entry in sorted(path.iterdir()):
-        found = entry.lstat()
+        try:
+            found = entry.lstat()
+        except FileNotFoundError:  # A node that runs here replaces its files.
+            continue
         if entry.name == LOST_AND_FOUND and found.st_uid == 0:
             continue
         _require_own(entry, found)

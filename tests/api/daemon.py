@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,17 @@ class Daemon:
         self.process.communicate()
 
     def until_there(self) -> None:
-        """Wait until the supervisor has written its address to api.json."""
-        wait_for((self.data_dir / "api.json").exists)
+        """Wait until the supervisor has written its address to api.json. An older file may be there at first."""
+        wait_for(lambda: self._address().get("pid") == self.process.pid)
+
+    def _address(self) -> dict[str, Any]:
+        with suppress(FileNotFoundError):
+            return dict(json.loads((self.data_dir / "api.json").read_text()))
+        return {}
 
     def ready(self) -> Daemon:
         self.until_there()
-        address = json.loads((self.data_dir / "api.json").read_text())
-        assert address["pid"] == self.process.pid
+        address = self._address()
         token = (self.data_dir / "api-token").read_text().strip()
         self.client = httpx.Client(
             base_url=address["url"], headers={"Authorization": f"Bearer {token}"}, timeout=ASK_S, trust_env=False

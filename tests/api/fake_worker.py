@@ -54,7 +54,7 @@ class FakeWorker:
     def __init__(self, fd: int, behaviour: str, argument: str) -> None:
         self._behaviour, self._argument = behaviour, argument
         self._socket = socket.socket(fileno=fd)
-        self._lines = self._socket.makefile("rb")
+        self._lines = self._socket.makefile("rb", buffering=0)  # `select` does not see what a buffer holds.
         start = SUPERVISOR_MESSAGE.validate_json(self._lines.readline())
         assert isinstance(start, Start)
         self._start = start

@@ -28,6 +28,7 @@ from node.status import (
     Status,
 )
 from tests.api.conftest import BASE, ClientMaker, FakeNode, make_app
+from tests.event_loop import until
 
 
 def get(client: ClientMaker, path: str) -> Any:
@@ -297,6 +298,7 @@ def test_event_stream_ends_with_its_session(fake_node: FakeNode) -> None:
             key, other = keys.open_session(), keys.open_session()
             headers = [{"Cookie": f"{keys.cookie_name}={one}"} for one in (key, other)]
             streams = [asyncio.create_task(http.get("/api/v1/events", headers=one)) for one in headers]
+            await until(lambda: len(board._subscribers) == 2 and all(queue.empty() for queue in board._subscribers))
             await asyncio.sleep(0.2)
             keys.close_session(key)
             board.apply_report(Report(run=RunInfo(round=7)))

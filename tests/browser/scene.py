@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -184,8 +185,17 @@ class Scene:
             (self.folder / "api.json").write_text(json.dumps(address))
             self._server = make_server(make_app(self.node))
             self._ready.set()
-            self._loop.run_until_complete(self._server.serve(sockets=[sock]))
+            self._loop.run_until_complete(self._serve(sock))
         self._loop.close()
+
+    async def _serve(self, sock: socket.socket) -> None:
+        await self._server.serve(sockets=[sock])
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()  # As the kernel closes the connections of a process that has ended.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def act(self, change: Callable[[], object]) -> None:
         """Run `change` on the node's event loop."""

@@ -245,7 +245,8 @@ def test_dead_daemon_is_offline_and_the_page_says_what_it_did_last(village: Scen
 
 def test_owner_can_let_the_node_finish_its_round_before_it_leaves(village: Scene, tab: Dashboard) -> None:
     tab.button("Leave").click()
-    tab.button("After this round").click()
+    with tab.page.expect_response("**/api/v1/actions/drain"):
+        tab.button("After this round").click()
     tab.button("Leave").wait_for()
     assert [action for action, _ in village.node.acted] == ["drain"]
     village.enter(Phase.PAUSED)
@@ -326,7 +327,7 @@ def test_settings_page_shows_what_another_program_has_saved(village: Scene, tab:
     change = {"limits": {"upload_mbit_s": 7}}
     assert httpx.patch(f"{tab.url}/api/v1/config", json=change, headers=headers).status_code == 200
     village.act(lambda: village.board.update_settings("shed", village.node.config.limits.model_dump()))
-    expect(upload).to_have_value("7")
+    expect(upload).to_have_value("7", timeout=75_000)
     upload.fill("0")
     tab.mark("save").filter(has_text="1 unsaved change").wait_for()
 
@@ -339,7 +340,8 @@ def test_what_is_typed_while_the_settings_are_saved_stays_a_draft(village: Scene
     tab.view("Settings")
     name = tab.page.get_by_label("Name", exact=True)
     name.fill("bob")
-    tab.button("Save").click()
+    with tab.page.expect_request(lambda request: request.method == "PATCH"):
+        tab.button("Save").click()
     name.fill("bobby")
     held[0].continue_()
     tab.mark("save").get_by_text("Saved.").wait_for()

@@ -24,8 +24,6 @@ FREED_S = 5.0
 FREE_RATIO, FREE_S = 0.1, 10.0
 """A node is idle if it uses less than FREE_RATIO of a core for FREE_S seconds."""
 GONE_S = 15.0
-BUSY_RATIO = 0.25
-"""A node is working if it uses more than this share of a core."""
 TAB_RATIO = 0.05
 TAB_S = 10.0
 SETTLED_S = 5.0
@@ -181,7 +179,7 @@ def test_pause_button_frees_the_processor_and_resume_button_continues_training(
     node = tab.node
     tab.until_phase("training", wait_s=PATIENCE * START_S)
     worker, meter = node.find("worker"), node_meter(node)
-    wait_for(lambda: busy_ratio(meter) > BUSY_RATIO, START_S, "it works")
+    wait_for(lambda: busy_ratio(meter) > FREE_RATIO, START_S, "it works")
     tab.button("Pause").click()
     tab.item("For 1 hour").click()
     began_s = time.monotonic()

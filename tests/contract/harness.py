@@ -62,7 +62,7 @@ DHT_RUN = "ab" * 32
 OUTER = OuterRule(lr=0.7, optimizer=OuterOptimizer(), inner_steps=10)
 QUICK = MemberTimings(gossip_s=0.25, look_ahead_s=0.25, hold_s=1.0, settle_s=0.0)
 """These times are shorter than in production, except the time after which a peer counts as dead."""
-GRACE_S = 0.5
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True)

@@ -102,16 +102,18 @@ def test_concurrent_calls_get_their_own_replies(swarm: Swarm) -> None:
 
 
 def test_timeout_of_a_call_does_not_stop_its_handler(swarm: Swarm) -> None:
-    go_on, finished = threading.Event(), threading.Event()
+    asked, go_on, finished = threading.Event(), threading.Event(), threading.Event()
 
     async def slow(caller: str, message: Message) -> Message:
+        asked.set()
         await asyncio.to_thread(go_on.wait, 20)
         finished.set()
         return Message()
 
     caller, server = pair(swarm, slow=slow)
-    assert refusal(caller, server.peer_id, "slow", timeout_s=0.3) == "timeout"
-    assert not finished.is_set()
+    assert_answers(caller, server)
+    assert refusal(caller, server.peer_id, "slow", timeout_s=2.0) == "timeout"
+    assert asked.is_set() and not finished.is_set()
     go_on.set()
     assert finished.wait(5)
 
@@ -487,7 +489,9 @@ def test_sockets_of_a_caller_that_stops_reading_are_freed(swarm: Swarm, monkeypa
         await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
         taken = 0
         while taken < read_bytes:
-            taken += (size := len(await reader.read(2**16)))
+            size = len(await reader.read(2**16))
+            assert size, "the reply has broken off"
+            taken += size
             words = framing.ACKNOWLEDGEMENT_BIT + size, milliseconds(asyncio.get_running_loop().time())
             writer.write(b"".join(word.to_bytes(4, "big") for word in words))
         reader._transport.pause_reading()  # type: ignore[attr-defined]

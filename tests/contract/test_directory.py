@@ -125,11 +125,11 @@ def test_a_full_holder_renews_what_it_lists_and_refuses_newcomers(
     holder, bootstrap, sender = peers
     meet(sender, holder)
     identity = new_identity()
-    first = (identity.peer_id, sign_listing(identity, listing_of("listed"), soon(30)), soon(30))
+    earlier, later = soon(30), soon(90)
+    first = (identity.peer_id, sign_listing(identity, listing_of("listed"), earlier), earlier)
     assert put(sender, holder, [first]) == [True]
     flood = [put(sender, holder, [good_entry(number)])[0] for number in range(10)]
     assert flood == [True, True] + [False] * 8
-    later = soon(90)
     again = (identity.peer_id, sign_listing(identity, listing_of("listed"), later), later)
     assert put(sender, holder, [again]) == [True]
     assert "listed" in {run.manifest.run.name for run in read(bootstrap, tmp_path).runs}

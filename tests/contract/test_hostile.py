@@ -617,6 +617,7 @@ def test_a_result_that_does_not_fit_into_one_reply_is_fetched_with_several(
     round_of(nodes, 0)
     monkeypatch.setattr(result_store, "REPLY_BYTES", 1)
     late = swarm.node(rules)
+    late.stop()  # Otherwise it may fetch the result by itself first.
     late.meet(nodes)
     proof = nodes[0].tip.proof
     assert proof is not None and len(rules.layouts[0].bounds) > 1

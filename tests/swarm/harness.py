@@ -37,6 +37,7 @@ START_S = 150.0
 """Limit of waits for something that takes seconds on a machine that does nothing else."""
 ASK_S = 30.0
 LOOK_S = 0.1
+ENDED_S = 5.0
 CALM = 5
 PORT = 41234
 """The port of a node in a home of its own."""
@@ -176,6 +177,10 @@ class Node:
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE and process.cmdline():
                     found.append(process)
         return found
+
+    def assert_ended(self) -> None:
+        """Assert that no process of this node is left. The kernel ends p2pd shortly after its worker."""
+        wait_for(lambda: not self.processes(), ENDED_S, f"{self.name} leaves processes behind")
 
     def with_word(self, word: str) -> list[psutil.Process]:
         """The node's processes that have this word in their command line."""
@@ -396,6 +401,9 @@ class Swarm:
             if node.process is not None:
                 with suppress(subprocess.TimeoutExpired):
                     node.process.wait(max(0.1, deadline_s - time.monotonic()))
+        with suppress(AssertionError):
+            for node in self.nodes:
+                node.assert_ended()
         left = [line for node in self.nodes for line in node.end_by_force()]
         if kind is None:
             assert left == [], f"processes were left behind: {left}"

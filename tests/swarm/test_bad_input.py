@@ -45,7 +45,7 @@ def ended(node: Node, code: int) -> str:
     assert "Traceback" not in said, said
     lines = [line for line in said.splitlines() if "The worker gave up" in line]
     assert len(lines) == 1 and lines[0].endswith("."), said
-    assert node.processes() == []
+    node.assert_ended()
     return lines[0]
 
 

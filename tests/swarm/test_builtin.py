@@ -37,7 +37,7 @@ def test_node_on_the_built_in_preset_stops_promptly_on_leave_and_on_interrupt(tm
             figures.hold(f"built-in, {how} in {moment} to exit", time.monotonic() - began_s, 10)
             founder.until(lambda s: s["peers"]["training"] == 1, 5 * PATIENCE)
             figures.hold(f"built-in, {how} in {moment} to the others' knowing", time.monotonic() - began_s, 5)
-            assert node.processes() == []
+            node.assert_ended()
 
 
 def reach(founder: Node, node: Node, moment: str) -> None:

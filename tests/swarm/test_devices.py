@@ -45,7 +45,7 @@ def kill_a_rank(swarm: Swarm) -> None:
     assert_agreed((founder, second))
     assert founder.act("leave").status_code == 202
     assert founder.wait_end(10 * PATIENCE) == 0
-    assert founder.processes() == []
+    founder.assert_ended()
 
 
 def test_inner_step_that_overflows_is_skipped_and_counted(swarm: Swarm) -> None:

@@ -181,5 +181,5 @@ def test_draining_node_finishes_its_round_and_then_stops(pair: list[Node]) -> No
     assert last > number
     record = next(r for r in founder.rounds() if r["round"] == last)
     assert peer_id in {m["peer_id"] for m in record["members"] if m["included"]}
-    assert node.processes() == []
+    node.assert_ended()
     founder.until_round(last + 2)

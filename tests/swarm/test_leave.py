@@ -66,7 +66,7 @@ def test_node_leaves_promptly_and_the_others_continue_training(party: Party, way
         code = node.wait_end(10 * PATIENCE)
         figures.hold(f"{way} in {party.moment} to exit", time.monotonic() - began_s, 10)
     assert code == 0, node.said()[-3000:]
-    assert node.processes() == []
+    node.assert_ended()
     assert not (node.folder / "api.json").exists()
     for other in party.stay:
         wait_for(partial(gone, other, peer_id), 5 * PATIENCE, f"{other.name} still counts {way}")

@@ -40,8 +40,9 @@ def busiest_share(worker: psutil.Process) -> float:
 def test_number_of_cpu_threads_changes_while_the_node_trains(tmp_path: Path) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
     with Swarm(tmp_path, tiny(model=wide, inner={"batch_size": 8})) as swarm:
-        node = swarm.found("--limits.cpu_threads=2")
-        node.until_training()
+        node = swarm.node("founder")
+        node.program = "node.cli"  # It does not rest between steps, so training takes most of the processor time.
+        node.start("--limits.cpu_threads=2").until_training()
         worker = node.find("worker")
         shares = [busiest_share(worker)]
         for threads in (1, 2):

@@ -115,7 +115,7 @@ def test_node_whose_processes_all_get_the_signals_of_a_session_that_ends_saves_i
             process.send_signal(signal.SIGTERM)
         assert node.wait_end(PATIENCE * SupervisorTimings().stop_s) == 0
         assert saved_steps(node) >= done
-        assert node.processes() == []
+        node.assert_ended()
 
 
 def saved_steps(node: Node) -> int:

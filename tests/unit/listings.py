@@ -36,7 +36,7 @@ def soon(seconds: float = 60.0) -> int:
 
 
 def good_entry(number: int, **tables: Any) -> Entry:
-    identity, expires_at = new_identity(), soon()
+    identity, expires_at = new_identity(), soon(LISTING_LIFE_S)
     return identity.peer_id, sign_listing(identity, listing_of(f"run {number}", **tables), expires_at), expires_at
 
 

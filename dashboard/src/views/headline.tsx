@@ -249,7 +249,7 @@ function Actions({ status }: { status: Status }) {
 /** Asks for confirmation, because leaving ends the node. */
 function LeaveConfirmation({ canDrain, close, run }: { canDrain: boolean; close(): void; run(action: Action): void }) {
   const stay = useRef<HTMLButtonElement>(null);
-  useEffect(() => stay.current?.focus(), []);
+  useLayoutEffect(() => stay.current?.focus(), []);
   const order = (action: Action) => {
     run(action);
     close();
