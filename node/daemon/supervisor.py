@@ -337,14 +337,14 @@ class Supervisor:
     async def _wait_for_memory(self, waits: int) -> bool:
         """Wait if a worker lacks the memory to start, longer after more waits. Returns whether to look again.
 
-        A node that has not trained yet does not wait: `_run_worker` ends it.
+        A node that has not trained yet does not wait: `_run_worker` ends it, unless it has got an order meanwhile.
         """
         lack = worker_lack(memory_limit())
         if not lack:
             return False
         self._changed.clear()
         if not await asyncio.to_thread(self._directory.has_trained):
-            return False
+            return self._changed.is_set()
         if self._desired == "run":
             self._enter(Phase.STARTING, MEMORY_LIMIT, f"{lack} The node tries again.")
         first_s, longest_s = self._timings.memory_pauses_s

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 START_S = 60.0
 """Timeout of a start: libp2p's daemon may be started three times, and each start may take 20 s."""
-CLOSE_S = 6.0
+CLOSE_S = 4.0
+"""The supervisor kills a worker that does not end within 6 s."""
 Mail = Committed | RoundFailed | SwarmError | IdentityInUse
 """Events of the swarm, in order. An error other than RoundFailed and Lost means that the thread has ended."""
 
@@ -76,7 +77,7 @@ class Mailbox:
 
 
 class SwarmThread:
-    """The trainer's handle on the member's thread. Starts in `open`, ends in `close`."""
+    """The trainer's handle on the member's thread. Starts in `start`, ends in `close`."""
 
     def __init__(self, options: MemberOptions) -> None:
         self.mailbox = Mailbox()
@@ -89,13 +90,10 @@ class SwarmThread:
         self._failure: SwarmError | IdentityInUse | None = None
         self._thread = threading.Thread(target=self._main, name="swarm", daemon=True)
 
-    def open(self) -> None:
-        """Start the thread and wait for the member. Raises the error of a failed start, or SwarmError after START_S."""
+    def start(self) -> Future[None]:
+        """Start the thread. The future is done when the member has started. It raises the error of a failed start."""
         self._thread.start()
-        try:
-            self._started.result(START_S)
-        except TimeoutError as exc:
-            raise SwarmError(f"The swarm's thread did not start within {START_S:g} s.") from exc
+        return self._started
 
     @property
     def faults(self) -> Faults:
@@ -129,9 +127,11 @@ class SwarmThread:
     async def _live(self) -> None:
         self._closing = asyncio.Event()
         try:
-            self._member = await start_member(self._options)
-        except Exception as exc:  # noqa: BLE001 - the root of this thread; `open` raises it
-            self._started.set_exception(exc)
+            async with asyncio.timeout(START_S) as limit:
+                self._member = await start_member(self._options)
+        except Exception as exc:  # noqa: BLE001 - the root of this thread; whoever waits for the start raises it
+            is_late = SwarmError(f"The swarm's thread did not start within {START_S:g} s.")
+            self._started.set_exception(is_late if limit.expired() else exc)
             return
         self._started.set_result(None)
         watch = asyncio.create_task(self._member.watch())
@@ -228,8 +228,11 @@ class SwarmThread:
         self.start_call(tell)
 
     def close(self, goodbye: Phase) -> None:
-        """Leave the swarm. Returns within CLOSE_S. The kernel ends libp2p's daemon together with this process."""
+        """Leave the swarm. Returns within CLOSE_S, and at once before the member has started.
+
+        The kernel ends libp2p's daemon together with this process.
+        """
         self._goodbye = goodbye
-        if self._closing is not None and self._thread.is_alive():
+        if self._closing is not None and self._started.done() and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CLOSE_S)

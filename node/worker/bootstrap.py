@@ -392,7 +392,10 @@ class Worker:
             except StopAsked:
                 trainer.save()
                 raise
-            except (SwarmError, IdentityInUse):
+            except (SwarmError, IdentityInUse) as exc:
+                if (stop := self._link.stop) is not None:  # The same signal may have ended libp2p's daemon.
+                    trainer.save()
+                    raise StopAsked(stop.how) from exc
                 trainer.save_if_possible()
                 raise
             except MachineError as exc:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +84,10 @@ def choose_run(config: Config, device: ComputeDevice) -> Invite:
                 raise MachineError(_none_fits(judged), code="no_run_fits")
             return await _first_answering(reader, fitting)
 
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        return asyncio.run(choose(Path(folder)))
+    folder = config.node.data_dir / "cache" / "directory"  # A stop leaves it behind, and the next start empties it.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return asyncio.run(choose(folder))
 
 
 def _none_fits(judged: list[JudgedRun]) -> str:

@@ -112,7 +112,7 @@ class RunEntry:
         swarm = SwarmThread(self._member_options(manifest))
         self._reporter.swarm = swarm
         try:
-            swarm.open()
+            self._waiter.wait(swarm.start())
             self._reporter.listening(swarm.listen_addresses)
             if swarm.port_notice:
                 logger.info("%s", swarm.port_notice)

@@ -569,19 +569,19 @@ class Trainer:
 
         Raises MachineError if the disk does not take it, or `limits.disk_gb` leaves no room.
 
-        A checkpoint that is being written is cancelled, so that a stop does not write two, unless `cancels` is false.
-        Nothing is written if the newest checkpoint is still up to date.
+        An older checkpoint that is being written is cancelled, so that a stop does not write two, unless `cancels` is
+        false. Nothing is written if the newest checkpoint is still up to date.
         """
         self._forget_after_rollback()
-        self._check_checkpoint()
-        if self._position == self._saved_at:
-            return
-        if cancels:
+        if cancels and self._begun_at != self._position:
             self._checkpointer.cancel()
         try:
             self._wait_for_checkpoint()
-        except MachineError as exc:  # It is that of an older checkpoint.
+        except MachineError as exc:  # It is that of an earlier attempt.
             self._tell_full_disk(exc)
+        self._check_checkpoint()
+        if self._position == self._saved_at:
+            return
         self._begin_checkpoint()
         self._wait_for_checkpoint()
         if self._checkpointer.refusal:

@@ -24,7 +24,7 @@ from node.swarm.consensus.commit import Committed
 from node.swarm.consensus.context import NoStates, Rules
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.member import MemberOptions, SwarmMember
-from node.swarm.member_thread import SwarmThread
+from node.swarm.member_thread import START_S, SwarmThread
 from node.swarm.state_sync.server import Snapshot, verified_tip
 from node.swarm.transport.p2pd import DaemonOptions
 from tests.benchmarks.processes import answer, orders, wait_until
@@ -78,7 +78,7 @@ class Peer:
                 bootstrap=arguments.bootstrap,
             )
         )
-        self.swarm.open()
+        self.swarm.start().result(START_S)
         self.tip = verified_tip(genesis(torch.zeros(n)), RUN, None, rules, time.monotonic())
         self.swarm.take_part(rules, self.tip, NoState())
         self.swarm.say(Phase.TRAINING, 0.0, None)

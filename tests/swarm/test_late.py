@@ -140,7 +140,7 @@ def test_nodes_that_were_all_killed_at_once_return_to_the_newest_saved_state(tmp
 
         def apart() -> bool:
             try:
-                rounds = [newest(node)["round"] for node in swarm.nodes]
+                rounds = [int(newest(node)["round"]) for node in swarm.nodes]
             except (IndexError, FileNotFoundError):  # There is none yet, or the node is replacing it.
                 return False
             return min(rounds[:3]) >= 3 and rounds[3] >= max(rounds[:3]) + 2

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from node.config.schema import Config
-from node.errors import MachineError, NodeError, RestartError
+from node.errors import MachineError, NodeError, RestartError, SwarmError
 from node.status import Phase, RunInfo
 from node.swarm.member import MemberSnapshot
 from node.swarm.state_sync.catch_up import ResyncCause
@@ -209,6 +209,26 @@ def test_a_resync_marks_rounds_and_checkpoints_of_the_lost_chain_only_if_there_i
     assert noted.steps == (marks if is_served else ["go on after a test"])
 
 
+def train_and_resync(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, trainer: Any, train: Callable[[Any], None]
+) -> object:
+    """Call `_train_and_resync` of a worker without a swarm, whose trainer is of this class."""
+    nothing = lambda *_parts, **_options: None  # noqa: E731
+    for name, fake in (("Trainer", trainer), ("train", train), ("needs_inputs", nothing)):
+        monkeypatch.setattr(bootstrap, name, fake)
+    for name in ("_align", "_wait_for_peers", "_wait_for_publication"):
+        monkeypatch.setattr(worker, name, nothing)
+    some: Any = SimpleNamespace(publishing=None, sync=None)
+    tip: Any = SimpleNamespace(state=SimpleNamespace(amendments=b""), round=0)
+    session = Session(
+        manifest=some, rules=some, swarm=some, store=some, source=some, start=StartingPoint(tip), folder=some
+    )
+    monkeypatch.setattr(trainer, "tip", tip)
+    monkeypatch.setattr(Session, "terms_after", lambda *_: some)
+    some.run = some
+    return worker._train_and_resync(session, some, some, some)
+
+
 def test_a_trainer_is_freed_before_the_next_one_is_made(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds whole states."""
     made: list[weakref.ref[Any]] = []
@@ -232,21 +252,36 @@ def test_a_trainer_is_freed_before_the_next_one_is_made(worker: Worker, monkeypa
         if len(made) < 3:
             raise Amended
 
-    nothing = lambda *_parts, **_options: None  # noqa: E731
-    for name, fake in (("Trainer", FakeTrainer), ("train", train), ("needs_inputs", nothing)):
-        monkeypatch.setattr(bootstrap, name, fake)
-    for name in ("_align", "_wait_for_peers", "_wait_for_publication"):
-        monkeypatch.setattr(worker, name, nothing)
-    some: Any = SimpleNamespace(publishing=None, sync=None)
-    tip: Any = SimpleNamespace(state=SimpleNamespace(amendments=b""), round=0)
-    session = Session(
-        manifest=some, rules=some, swarm=some, store=some, source=some, start=StartingPoint(tip), folder=some
-    )
-    monkeypatch.setattr(FakeTrainer, "tip", tip)
-    monkeypatch.setattr(Session, "terms_after", lambda *_: some)
-    some.run = some
-    assert worker._train_and_resync(session, some, some, some) is None
+    assert train_and_resync(worker, monkeypatch, FakeTrainer, train) is None
     assert alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("how", ["pause", None])
+def test_worker_whose_swarm_fails_while_it_is_to_stop_saves_and_stops(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    """The end of a session sends its signal to libp2p's daemon as well."""
+    saved: list[str] = []
+
+    class FakeTrainer:
+        tip: Any = None
+
+        def __init__(self, *_parts: Any) -> None:
+            self.own = lambda: self.tip
+
+        def save(self) -> None:
+            saved.append("before the stop")
+
+        def save_if_possible(self) -> None:
+            saved.append("before a restart")
+
+    def train(_trainer: Any) -> None:
+        worker._link.stop = Stop(how=how) if how else None
+        raise SwarmError("libp2p's daemon has ended")
+
+    with pytest.raises(StopAsked if how else SwarmError):
+        train_and_resync(worker, monkeypatch, FakeTrainer, train)
+    assert saved[-1] == ("before the stop" if how else "before a restart")
 
 
 def test_background_thread_lives_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

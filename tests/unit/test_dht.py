@@ -207,27 +207,34 @@ async def test_a_record_that_the_reader_refuses_does_not_hide_the_others() -> No
     assert await reader.lookup("key") == {"early": b"record"}
 
 
+@pytest.mark.parametrize("call", ["lookup", "store", "meet"])
 @in_loop
-async def test_a_lookup_that_is_cancelled_at_any_moment_ends_its_task() -> None:
-    _, (node,) = await open_nodes(RefuseAfter(0.0))
-    looked_up = 0
+async def test_a_call_that_is_cancelled_at_any_moment_ends_its_task(call: str) -> None:
+    now = get_dht_time()
+    wires, (_, node) = await open_nodes(*2 * [RefuseAfter(now + 120)])
+    calls = {
+        "lookup": lambda: node.lookup("key"),
+        "store": lambda: node.store("key", "peer", b"record", now + 60),
+        "meet": lambda: node.meet(wires[0].peer_id),
+    }
+    ended = 0
 
-    async def look_up_once() -> None:
-        nonlocal looked_up
-        await node.lookup("key")
-        looked_up += 1
+    async def call_once() -> None:
+        nonlocal ended
+        await calls[call]()
+        ended += 1
         await asyncio.sleep(60)
 
-    for moment in range(200):
-        task = asyncio.create_task(look_up_once())
+    for moment in range(300):
+        task = asyncio.create_task(call_once())
         for _ in range(moment):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task], timeout=5)
         assert task.cancelled(), f"cancelled after {moment} turns of the loop"
-        if looked_up:
+        if ended:
             return
-    pytest.fail("the lookup did not end")
+    pytest.fail("the call did not end")
 
 
 @in_loop

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from node.errors import SwarmError
+from node.status import Phase
 from node.swarm import member_thread
 from node.swarm.member import SwarmMember
 from node.swarm.member_thread import SwarmThread
@@ -39,12 +42,40 @@ def test_an_error_of_the_program_that_ends_the_thread_is_logged_with_its_traceba
     monkeypatch.setattr(member_thread, "start_member", start)
     thread = SwarmThread(object())  # type: ignore[arg-type]
     with caplog.at_level(logging.ERROR):
-        thread.open()
+        thread.start().result(10)
         mail = thread.mailbox.get(timeout=10)
     assert isinstance(mail, SwarmError) and "ended" in str(mail)
     with pytest.raises(SwarmError):
         thread.check()
     assert [record.exc_info is not None for record in caplog.records] == [True] * is_logged
+
+
+def test_thread_whose_member_is_still_starting_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = threading.Event()
+
+    async def start(_options: Any) -> FailingMember:
+        began.set()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setattr(member_thread, "start_member", start)
+    thread = SwarmThread(object())  # type: ignore[arg-type]
+    started = thread.start()
+    assert began.wait(10)
+    began_s = time.monotonic()
+    thread.close(Phase.STOPPED)
+    assert time.monotonic() - began_s < 1 and not started.done()
+
+
+def test_member_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(_options: Any) -> FailingMember:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setattr(member_thread, "start_member", start)
+    monkeypatch.setattr(member_thread, "START_S", 0.1)
+    with pytest.raises(SwarmError, match="did not start within"):
+        SwarmThread(object()).start().result(10)  # type: ignore[arg-type]
 
 
 def test_a_background_task_that_ends_by_cancellation_ends_the_member_with_an_error() -> None:

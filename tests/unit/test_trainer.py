@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -125,6 +126,35 @@ def make_scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     monkeypatch.setattr(module, "RoundLog", MagicMock())
     monkeypatch.setattr(module, "CreditFile", MagicMock())
     return lambda **run: Scene(tmp_path, **run)
+
+
+@pytest.mark.parametrize(("later_steps", "written"), [(0, [True]), (1, [False, True])])
+def test_stop_finishes_the_checkpoint_that_is_being_written_unless_the_node_has_trained_since(
+    make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, later_steps: int, written: list[bool]
+) -> None:
+    scene, write = make_scene(), CheckpointStore.save
+    is_stopping, whole = threading.Event(), list[bool]()
+
+    def write_after_the_stop(store: CheckpointStore, *given: Any) -> Path:
+        whole.append(False)
+        assert is_stopping.wait(10)
+        path = write(store, *given)
+        whole[-1] = True
+        return path
+
+    monkeypatch.setattr(CheckpointStore, "save", write_after_the_stop)
+    wait = scene.trainer._wait_for_checkpoint
+
+    def stop_and_wait() -> None:
+        is_stopping.set()
+        wait()
+
+    monkeypatch.setattr(scene.trainer, "_wait_for_checkpoint", stop_and_wait)
+    scene.steps(1)
+    scene.trainer._begin_checkpoint()
+    scene.steps(later_steps)
+    scene.trainer.save()
+    assert whole == written
 
 
 @pytest.mark.parametrize("mode", ["blocking", "overlapped"])

@@ -233,7 +233,8 @@ async def _open(p2p: WireP2P, validator: RecordValidatorBase, **options: Any) ->
     """Create hivemind's node, without caches, so that the validator and the limits see every value that it holds."""
     caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}
     limit_nesting()
-    node = await DHTNode.create(p2p=p2p, record_validator=validator, wait_timeout=WAIT_S, **caches, **options)
+    # WireP2P limits each call. hivemind would do so with `asyncio.wait_for`, which may lose a cancellation.
+    node = await DHTNode.create(p2p=p2p, record_validator=validator, wait_timeout=None, **caches, **options)
     node.protocol.storage, node.protocol.cache = BoundedStorage(), BoundedStorage()
     node.blacklist = ConstantBlacklist()
     _drop_invalid_records(node.protocol)
