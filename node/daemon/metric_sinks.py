@@ -208,7 +208,7 @@ class Feed:
             await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
             self._log_file = folder / f"{self._name}.log"
             # A file, because nobody would read a pipe while a sink is written to.
-            with await self._open_log(self._log_file) as log:
+            with await _open(self._log_file) as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command,
                     stdin=asyncio.subprocess.PIPE,
@@ -220,15 +220,6 @@ class Feed:
         except OSError as exc:
             raise SinkFailed(f"its process cannot be started ({exc.strerror})") from exc
         return self._process
-
-    @staticmethod
-    async def _open_log(file: Path) -> BinaryIO:
-        opening = asyncio.ensure_future(asyncio.to_thread(file.open, "wb"))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            (await opening).close()
-            raise
 
     def _write_line(self, fields: dict[str, object]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -286,6 +277,16 @@ class Feed:
                     if process.stdout is not None:
                         await process.stdout.read()  # At its end, asyncio closes the pipes.
         self._process = None  # Only now: `close` repeats a kill that was cancelled.
+
+
+async def _open(file: Path) -> BinaryIO:
+    """Open a file for writing, on a thread. If this task is cancelled meanwhile, the file is closed again."""
+    opening = asyncio.ensure_future(asyncio.to_thread(file.open, "wb"))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        (await opening).close()
+        raise
 
 
 def _tail(log: Path) -> str:

@@ -77,7 +77,7 @@ class Mailbox:
 
 
 class SwarmThread:
-    """The trainer's handle on the member's thread. Starts in `start`, ends in `close`."""
+    """The trainer's handle on the member's thread, from `start` to `close`."""
 
     def __init__(self, options: MemberOptions) -> None:
         self.mailbox = Mailbox()
@@ -234,5 +234,6 @@ class SwarmThread:
         """
         self._goodbye = goodbye
         if self._closing is not None and self._started.done() and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closing.set)
+            with suppress(RuntimeError):  # The thread has just ended, and its loop with it.
+                self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CLOSE_S)

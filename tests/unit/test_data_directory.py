@@ -101,6 +101,15 @@ def test_data_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_file_that_is_replaced_while_the_folder_is_checked_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o666)
+    monkeypatch.setattr(Path, "iterdir", lambda folder: [folder / "file", folder / "gone.new"])
+    assert len(_require_private(tmp_path)) == 1
+
+
 def test_folder_at_the_top_of_a_disk_of_its_own_may_be_the_data_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
