@@ -20,7 +20,7 @@ def test_a_member_that_could_not_be_reached_is_doubted_only_for_a_time() -> None
     now_s = 100.0
     chain: Any = SimpleNamespace(tip=SimpleNamespace(head="aa"), store=SimpleNamespace(lowest_attempt=lambda _head: 0))
     nothing: Any = None
-    ballot = Ballot(chain, nothing, lambda: now_s, can_commit=bool)
+    ballot = Ballot(chain, nothing, lambda: now_s, can_commit=lambda members, _: bool(members))
     silent: Any = SimpleNamespace(peer_id="silent", head="bb")
     false: Any = SimpleNamespace(peer_id="false", head="bb")
     ballot.add_false_claim(silent, doubt_s=30.0)
@@ -39,7 +39,7 @@ def test_a_leader_that_ends_a_round_that_is_over_does_not_raise_the_attempt_of_t
     async def number_if_the_head_is(head: str) -> int:
         tip = SimpleNamespace(head="aa")
         chain: Any = SimpleNamespace(tip=tip, store=SimpleNamespace(lowest_attempt=lambda _head: 0))
-        ballot = Ballot(chain, nothing, lambda: 0.0, can_commit=bool)
+        ballot = Ballot(chain, nothing, lambda: 0.0, can_commit=lambda members, _: bool(members))
         attempt, tip.head = ballot.current, head
         with pytest.raises(RoundFailed) as caught:
             ballot.follow(attempt, 5, "")
@@ -56,10 +56,12 @@ def number_after(
     attending: Sequence[int] = (),
     age_s: float = 60.0,
     before: Sequence[int] = (),
+    then: Sequence[int] = (),
 ) -> int:
     """Where node 0 goes from attempt 0 if the others are in these attempts, and node 1 attends others at it.
 
     The record of a member in attempt -1 still names the round before. `before` are contributors to the record before.
+    Afterwards the last member goes to the attempts in `then`, one after the other.
     """
     names = [str(number) for number in range(len(attempts) + 1)]
     chain: Any = SimpleNamespace(
@@ -81,10 +83,17 @@ def number_after(
     table: Any = SimpleNamespace(members=lambda: records, me=records[0], is_member=lambda peer: peer in names)
     everyone = frozenset(names)
     electorate = Electorate(frozenset(map(str, contributors)), present=everyone, members=everyone)
-    ballot = Ballot(chain, table, lambda: 0.0, lambda peers: len(peers) >= min_peers and electorate.is_quorum(peers))
+
+    def can_commit(peers: Collection[str], others: Collection[str]) -> bool:
+        return len({*peers, *others}) >= min_peers and electorate.is_quorum(peers)
+
+    ballot = Ballot(chain, table, lambda: 0.0, can_commit)
     for later in attending:
         ballot.attended(later, "1").joins["1"] = None  # type: ignore[assignment]
     ballot.follow_members()
+    for attempt in then:
+        records[-1].attempt = attempt
+        ballot.follow_members()
     return ballot.number
 
 
@@ -127,6 +136,12 @@ def test_members_that_have_not_heard_of_the_last_commit_count_as_present_for_som
     )
 
 
+def test_one_of_three_known_members_is_not_needed_if_a_newcomer_can_take_its_place() -> None:
+    attempts, known, then = (0, 0, 0, 7), (0, 1, 4), (20, 40, 60)
+    assert number_after(attempts, known, min_peers=3, then=then) == 20, "it leads the node on twice"
+    assert number_after(attempts, known, min_peers=6, then=then) == 60, "all are too few for a round without it"
+
+
 def test_a_node_that_is_no_member_itself_may_look_up_later_attempts() -> None:
     """A node that replaces its state is none, and there may be no other."""
     assert most_wrong(0) == most_wrong(1) == 0
@@ -147,7 +162,7 @@ def test_one_of_three_starts_at_most_two_later_attempts_unless_the_others_need_i
 def test_only_members_wait_for_a_later_attempt() -> None:
     chain: Any = SimpleNamespace(tip=SimpleNamespace(head="aa"), store=SimpleNamespace(lowest_attempt=lambda _head: 0))
     table: Any = SimpleNamespace(is_member=lambda peer: peer == "member")
-    ballot = Ballot(chain, table, lambda: 0.0, can_commit=bool)
+    ballot = Ballot(chain, table, lambda: 0.0, can_commit=lambda members, _: bool(members))
     with pytest.raises(PeerError, match="only members"):
         ballot.attended(3, "stranger")
     assert ballot.attended(0, "stranger").number == 0

@@ -167,9 +167,9 @@ class Ballot:
         chain: Chain,
         peer_table: PeerTable,
         clock: Callable[[], float],
-        can_commit: Callable[[Collection[str]], bool],
+        can_commit: Callable[[Collection[str], Collection[str]], bool],
     ) -> None:
-        """`can_commit` says whether these members are enough for a round."""
+        """`can_commit` says whether the first members are enough for a round, if the second ones take part as well."""
         self._chain, self._peer_table, self._clock, self._can_commit = chain, peer_table, clock, can_commit
         self._attempts: dict[int, Attempt] = {}
         self._raised: Counter[str] = Counter()
@@ -297,10 +297,15 @@ class Ballot:
                 reached[peer] = max(attempt.number, reached.get(peer, 0))
         reached[me] = self.number
         known = tip.known | {me}  # Those of the last record alone would be whom its leader has chosen.
-        if self._can_commit(known.intersection(reached)):  # Any number of newcomers costs nothing.
+        newcomers: set[str] = set()
+        if self._can_commit(known.intersection(reached), ()):  # Any number of newcomers costs nothing.
+            newcomers = reached.keys() - known  # They do not lead this node on, but count for `min_peers`.
             reached = {peer: number for peer, number in reached.items() if peer in known}
             live &= known
-        chosen = later_attempt(self.number, reached, self._raised, most_wrong(len(live)), self._can_commit)
+        wrong = most_wrong(len(live))
+        chosen = later_attempt(
+            self.number, reached, self._raised, wrong, lambda members: self._can_commit(members, newcomers)
+        )
         if chosen is not None:
             self._begin(*chosen)
 

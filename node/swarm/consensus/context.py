@@ -338,9 +338,10 @@ class Context:
         members = min(len(self.peer_table.members()), most)
         return CALL_S + min(JOIN_BYTES * members**2 / SLOWEST_BYTES_PER_S, self.rules.bulk_s)
 
-    def can_commit(self, members: Collection[str]) -> bool:
-        """Whether these members are enough for a round."""
-        return len(members) >= self.rules.closing.min_peers and self.electorate().is_quorum(members)
+    def can_commit(self, members: Collection[str], others: Collection[str]) -> bool:
+        """Whether these members are enough for a round in which the others take part as well, who have no vote."""
+        is_group = len({*members, *others}) >= self.rules.closing.min_peers
+        return is_group and self.electorate().is_quorum(members)
 
     def leader_at(self, number: int) -> str:
         """The leader of this attempt at the next round, who may be dead; empty without members."""
