@@ -130,8 +130,8 @@ class SwarmThread:
             async with asyncio.timeout(START_S) as limit:
                 self._member = await start_member(self._options)
         except Exception as exc:  # noqa: BLE001 - the root of this thread; whoever waits for the start raises it
-            is_late = SwarmError(f"The swarm's thread did not start within {START_S:g} s.")
-            self._started.set_exception(is_late if limit.expired() else exc)
+            timed_out = SwarmError(f"The swarm's thread did not start within {START_S:g} s.")
+            self._started.set_exception(timed_out if limit.expired() else exc)
             return
         self._started.set_result(None)
         watch = asyncio.create_task(self._member.watch())
