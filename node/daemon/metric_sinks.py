@@ -180,11 +180,11 @@ class Feed:
         process = await self._start(Path(self._target.folder))
         assert process.stdin is not None and process.stdout is not None
         try:
-            self._write_line(asdict(self._target))
+            self._write(asdict(self._target))
             while True:
                 await self._has_points.wait()
                 point, self._is_writing = self._points[0], True
-                self._write_line(asdict(point))
+                self._write(asdict(point))
                 async with asyncio.timeout(self._timings.answer_s):
                     await process.stdin.drain()
                     if not await process.stdout.readline():
@@ -221,9 +221,9 @@ class Feed:
             raise SinkFailed(f"its process cannot be started ({exc.strerror})") from exc
         return self._process
 
-    def _write_line(self, fields: dict[str, object]) -> None:
+    def _write(self, *lines: dict[str, object]) -> None:
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(fields).encode() + b"\n")
+        self._process.stdin.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
 
     async def _reason_of_end(self, process: asyncio.subprocess.Process) -> SinkFailed:
         """Why the sink's process has ended: the last line of its output."""
@@ -252,11 +252,12 @@ class Feed:
 
     async def close(self) -> None:
         process, is_written = self._process, not self._points
-        if process is not None and process.stdin is not None and process.returncode is None:
+        stdin = process.stdin if process is not None and process.returncode is None else None
+        if process is not None and stdin is not None and not stdin.is_closing():
             with suppress(ConnectionError, TimeoutError):
-                for point in list(self._points)[1 if self._is_writing else 0 :]:
-                    self._write_line(asdict(point))
-                process.stdin.close()
+                # One write: asyncio logs a warning for each write to a process that has ended.
+                self._write(*(asdict(point) for point in list(self._points)[1 if self._is_writing else 0 :]))
+                stdin.close()
                 async with asyncio.timeout(self._timings.close_s):
                     is_written = await process.wait() == 0
         await self._kill()

@@ -174,8 +174,8 @@ def test_a_sink_that_hangs_holds_up_nothing_and_says_so_once(tmp_path: Path, cap
     ]
 
 
-def test_a_node_that_ends_while_a_hung_sink_is_killed_waits_for_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_node_that_ends_while_a_hung_sink_is_killed_waits_for_its_process_and_writes_nothing_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = Sinks(tmp_path, ["wandb"], HANGS, SinkTimings(answer_s=0.2, retry_s=0.05, close_s=0.2))
     processes, is_killed = list[asyncio.subprocess.Process](), asyncio.Event()
@@ -193,11 +193,34 @@ def test_a_node_that_ends_while_a_hung_sink_is_killed_waits_for_its_process(
     monkeypatch.setattr(os, "killpg", kill_and_note)
 
     async def action() -> None:
-        node.sinks.add_round(record(0))
+        for round_ in range(20):
+            node.sinks.add_round(record(round_))
         await is_killed.wait()
 
-    node.during(action)
+    with caplog.at_level(logging.WARNING):
+        node.during(action)
     assert processes[0].returncode == -signal.SIGKILL
+    assert [record.getMessage() for record in caplog.records] == ["The curves in wandb may lack the last 20 rounds."]
+
+
+def test_a_node_that_ends_just_after_its_sink_says_once_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Sinks(tmp_path, ["jsonl"], COMMAND)
+    (feed,) = node.sinks._feeds
+
+    async def action() -> None:
+        node.sinks.add_round(record(0))
+        await until(lambda: not feed._points)
+        assert feed._process is not None
+        os.kill(feed._process.pid, signal.SIGKILL)
+        time.sleep(0.5)  # noqa: ASYNC251 The event loop must not see the end of the process.
+        for round_ in range(1, 21):
+            node.sinks.add_round(record(round_))
+
+    with caplog.at_level(logging.WARNING):
+        node.during(action)
+    assert [record.getMessage() for record in caplog.records] == ["The curves in jsonl may lack the last 20 rounds."]
 
 
 def test_a_missing_package_is_told_once_with_the_command_that_installs_it(tmp_path: Path) -> None:
