@@ -160,10 +160,10 @@ class WorkerProcess:
             self.asked = message.how
         self._writer.write(encode(message))
 
-    def kill(self, fault: str) -> None:
+    def kill(self, fault: str, level: int = logging.WARNING) -> None:
         """Kill the process group. `fault` says why; later calls do not replace it."""
         if not self._fault:
-            logger.warning("Worker process %d is killed: %s.", self.pid, fault)
+            logger.log(level, "Worker process %d is killed: %s.", self.pid, fault)
             self._fault = fault
         self._kill_group()
 

@@ -114,8 +114,8 @@ class WorkerWatchdog:
             return
         worker.send(stop)
         if not worker.has_begun:
-            # The worker is still importing modules: it has nothing to save and would react late.
-            worker.kill("it was still starting")
+            # The worker is still importing modules, and would react late.
+            worker.kill("it had just started, and has nothing to save", logging.INFO)
         self._asked_at_s = time.monotonic()
         self._stop_by_s = None if stop.how == "drain" else self._asked_at_s + self._timings.stop_s
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ FIRST_SCALE = 65536.0
 FaultHook = Callable[[int], float]
 """Injects faults. It is called with the rows of each try, may raise, and returns a factor for the loss."""
 Callback = Callable[[], None]
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +115,8 @@ class InnerLoop:
     ) -> StepResult:
         """Make one inner step on `batch`, int64 [B, T + 1] on any device.
 
-        If `after_micro_batch` raises, the step ends and changes nothing. If the loss or gradient is not finite, the
-        step changes nothing and counts no tokens.
+        If `after_micro_batch` raises, the step ends on all ranks and changes nothing. If the loss or gradient is not
+        finite, the step changes nothing and counts no tokens.
 
         Raises TrainingError after MOST_SKIPPED such steps in a row, and MachineError if the memory does not suffice for
         one row. A sharded model raises torch.OutOfMemoryError instead: the other ranks wait in a collective that never
@@ -164,24 +166,26 @@ class InnerLoop:
 
         After each failed allocation, it tries again with smaller micro-batches.
         """
-        own = self._ranks.own_rows(batch) if self._ranks is not None else batch
+        ranks = self._ranks
+        own, most_rows = (batch, len(batch)) if ranks is None else (ranks.own_rows(batch), -(-len(batch) // ranks.size))
         while True:
-            error: torch.OutOfMemoryError | None = None
             try:
-                factor = fault_hook(self.micro_batch or len(own)) if fault_hook is not None else 1.0
-                total = self._backward(own, len(batch), after_micro_batch) * factor
+                factor = self._together(lambda: fault_hook(self.micro_batch or len(own)) if fault_hook else 1.0)
+                total = self._backward(own, len(batch), most_rows, after_micro_batch) * factor
             except torch.OutOfMemoryError as exc:
-                if self._ranks is not None and self._ranks.is_sharded:
+                if ranks is not None and ranks.is_sharded:
                     raise
-                error = exc
-            if self._ranks is None and error is None:
-                return total
-            if self._ranks is not None and self._ranks.all_succeeded(error is None):
-                self._ranks.sum_gradients_(self._parameters)
-                return self._ranks.sum_(total)
-            self._halve_micro_batch(len(own), error)
+                self._halve_micro_batch(most_rows, exc)
+            else:
+                if ranks is None:
+                    return total
+                ranks.sum_gradients_(self._parameters)
+                return ranks.sum_(total)
 
-    def _halve_micro_batch(self, rows: int, cause: torch.OutOfMemoryError | None) -> None:
+    def _together(self, action: Callable[[], T]) -> T:
+        return action() if self._ranks is None else self._ranks.together(action)
+
+    def _halve_micro_batch(self, rows: int, cause: torch.OutOfMemoryError) -> None:
         """Halve the micro-batch. Raises MachineError if it is a single row."""
         self._optimizers.zero_grad()
         previous = self.micro_batch or rows
@@ -194,17 +198,26 @@ class InnerLoop:
             "Out of memory with %d sequences at once. Training continues with %d at once.", previous, self.micro_batch
         )
 
-    def _backward(self, own: Tensor, rows: int, after_micro_batch: Callback = lambda: None) -> Tensor:
-        """Add the gradients of this process's share of the mean loss over all rows. Returns that share, fp32 []."""
+    def _backward(self, own: Tensor, rows: int, most_rows: int, after_micro_batch: Callback = lambda: None) -> Tensor:
+        """Add the gradients of this process's share of the mean loss over all `rows`. Returns that share, fp32 [].
+
+        All ranks make as many micro-batches as the one with `most_rows`; the last one of another may be empty.
+        """
         total = torch.zeros((), device=self._device)
         factor = self._ranks.loss_factor if self._ranks is not None else 1.0
-        for part in torch.split(own, self.micro_batch or len(own)):
-            with autocast(self._device, self._precision):
-                loss = self._loss(part)
-            share = len(part) / rows
-            self._scaler.scale(loss * (share * factor)).backward()
-            total += loss.detach() * share
+
+        def process(part: Tensor) -> None:
+            if len(part):
+                with autocast(self._device, self._precision):
+                    loss = self._loss(part)
+                share = len(part) / rows
+                self._scaler.scale(loss * (share * factor)).backward()
+                total.add_(loss.detach() * share)
             after_micro_batch()
+
+        micro_batch = self.micro_batch or most_rows
+        for start in range(0, most_rows, micro_batch):
+            self._together(partial(process, own[start : start + micro_batch]))
         return total
 
     @torch.no_grad()
@@ -236,7 +249,7 @@ class InnerLoop:
     def probe(self, batch: Tensor) -> None:
         """Make a forward and backward pass of a micro-batch, without effect. Raises torch.OutOfMemoryError."""
         try:
-            self._backward(batch.to(self._device), len(batch))
+            self._backward(batch.to(self._device), len(batch), len(batch))
         finally:
             self._optimizers.zero_grad()
 

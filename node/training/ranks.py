@@ -13,17 +13,27 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from node.errors import NodeError
 
 TIMEOUT_S = 600.0
 """Longest time of a step. A rank that dies is noticed at once, as the worker watches the processes."""
 CALL_TIMEOUT = timedelta(days=3650)
 """Longest time between two calls. Rank 0 may have to wait for text, peers or a download."""
 BUCKET_ELEMENTS = 1 << 25
+_ENDED, _OUT_OF_MEMORY, _DONE = range(3)
+"""What a rank tells the others after each part of a step. The least counts."""
+
+T = TypeVar("T")
+
+
+class StepEnded(NodeError):
+    """Another rank has ended the step, which has changed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,7 @@ class Ranks:
         return loss
 
     def own_rows(self, batch: Tensor) -> Tensor:
-        """This rank's part of a batch [B, T + 1]."""
+        """This rank's part of a batch [B, T + 1]. Some ranks have one row less than the others."""
         return torch.tensor_split(batch, self.size)[self.rank]
 
     @property
@@ -90,16 +100,33 @@ class Ranks:
         """Factor for the loss, because FSDP averages gradients over the ranks and the step needs their sum."""
         return float(self.size) if self.is_sharded else 1.0
 
-    def all_succeeded(self, succeeded: bool) -> bool:
-        """Whether the pass succeeded on all ranks.
+    def together(self, action: Callable[[], T]) -> T:
+        """Call `action` on each rank. If it raises on one rank, every rank raises.
 
-        A rank of a sharded model gets here only if all succeeded, as its collectives need all ranks.
+        Raises on the other ranks torch.OutOfMemoryError for that error, and StepEnded for another one. An error of the
+        computation itself is raised on its own rank only: that process must end, as the others may be in a collective.
+        For a sharded model, torch.OutOfMemoryError is such an error.
         """
-        if self.is_sharded:
-            return succeeded
-        flag = torch.tensor([1 if succeeded else 0])
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._calls)
-        return bool(flag.item())
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = action()
+        except RuntimeError as exc:
+            if self.is_sharded or not isinstance(exc, torch.OutOfMemoryError):
+                raise
+            error = exc
+        except Exception as exc:  # noqa: BLE001 - raised again below
+            error = exc
+        own = _DONE if error is None else _OUT_OF_MEMORY if isinstance(error, RuntimeError) else _ENDED
+        least = torch.tensor([own])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._calls)
+        if error is not None and own == least:
+            raise error
+        if least == _OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError("Another rank of this node is out of memory.")
+        if least == _ENDED:
+            raise StepEnded("Another rank of this node has ended the step.")
+        return cast("T", result)
 
     def sum_gradients_(self, parameters: Iterable[Tensor]) -> None:
         """Sum gradients over the ranks, in place. Leaves sharded gradients as they are, as FSDP has reduced them."""

@@ -61,10 +61,8 @@ class Replica:
     def step(
         self, batch: Tensor, lr: float, fault_hook: FaultHook | None = None, after_micro_batch: Callback = lambda: None
     ) -> StepResult:
-        """Take an inner step like `InnerLoop.step` on all rows of `batch`, int64 [B, T + 1].
-
-        With several ranks `after_micro_batch` must not raise, as the other ranks would wait for this one.
-        """
+        """Take an inner step like `InnerLoop.step` on all rows of `batch`, int64 [B, T + 1]. Only rank 0 gets
+        `after_micro_batch`."""
         self._broadcast("step", batch, lr)
         return self.inner.step(batch, lr, fault_hook, after_micro_batch)
 

@@ -319,15 +319,10 @@ class Trainer:
         return inner_learning_rate(run, swarm_tokens_at(anchor_tokens, self._done_ratio, round_tokens))
 
     def _after_micro_batch(self) -> None:
-        """Report, and obey orders, between the micro-batches of a step, because a step may take long.
-
-        A node with several ranks only reports, because its other ranks would wait for the rest of the step.
-        """
+        """Report, and obey orders, between the micro-batches of a step, because a step may take long."""
         if self._reporter.is_due:  # Report the previous step here, or steps longer than the interval never show.
             self._report_step()
-        self._reporter.tell()
-        if not self._inner.replica.is_shared:
-            self._check()
+        self._report_and_check()
 
     def attend(self) -> None:
         """Check background work, start a checkpoint that is due, report, and obey orders. Called between two steps."""

@@ -7,6 +7,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.api.daemon import Daemon, alive, wait_for
@@ -121,6 +122,16 @@ def test_pause_kills_an_unresponsive_worker_and_reports_the_lost_work_until_resu
         assert "since its last checkpoint is lost" in daemon.status()["reason"]
         daemon.act("resume")
         assert "lost" not in daemon.until_phase("training")["reason"]
+
+
+def test_pause_of_a_worker_that_has_just_started_is_no_warning(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "asleep") as daemon:
+        daemon.ready()
+        wait_for(lambda: psutil.Process(daemon.process.pid).children())
+        daemon.act("pause")
+        assert "lost" not in daemon.until_phase("paused", "paused")["reason"]
+        assert "has nothing to save" in daemon.http.get("/api/v1/logs").text
+        assert daemon.http.get("/api/v1/logs?level=warning").json()["records"] == []
 
 
 @pytest.mark.parametrize(("action", "phase"), [("drain", "draining"), ("leave", "leaving")])

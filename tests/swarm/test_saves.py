@@ -118,6 +118,20 @@ def test_node_whose_processes_all_get_the_signals_of_a_session_that_ends_saves_i
         node.assert_ended()
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("sharding", ["data-parallel", "fsdp"])
+def test_node_with_two_ranks_that_leaves_in_a_long_step_ends_the_step(tmp_path: Path, sharding: str) -> None:
+    """The step would take longer than the supervisor waits for the end of its worker."""
+    with Swarm(tmp_path / "swarm", tiny(inner={"batch_size": 200_000})) as swarm:
+        node = swarm.node("founder")
+        node.start("--devices.ranks=2", "--devices.micro_batch=1", f"--devices.sharding={sharding}")
+        wait_for(lambda: node.activity_s().get("compute", 0.0) > 2, PATIENCE * START_S, "it does not train")
+        assert node.act("leave").status_code == 202
+        assert node.wait_end(PATIENCE * SupervisorTimings().stop_s) == 0
+        assert "did not end within" not in node.said() and "Traceback" not in node.said()
+        node.assert_ended()
+
+
 def saved_steps(node: Node) -> int:
     """Inner steps of the round in the newest checkpoint; 0 while there is none, or while the node replaces it."""
     try:

@@ -30,6 +30,7 @@ from node.errors import NodeError
 from node.swarm.faults import parse_faults
 from node.training.device import choose_device
 from node.training.model import build_model, prepare_layers
+from node.training.replica import Replica
 from node.worker import rank_processes
 from node.worker.step_faults import loss_factor
 
@@ -125,6 +126,30 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
+class Ended(Exception):
+    """An order that ends a step."""
+
+
+def _end_a_step(replica: Replica, batch: torch.Tensor) -> None:
+    """End a step after its first micro-batch, and assert that it has changed nothing."""
+    before = replica.parameters, *replica.optimizer_state().values()
+    micro_batches = 0
+
+    def end() -> None:
+        nonlocal micro_batches
+        micro_batches += 1
+        raise Ended
+
+    try:
+        replica.step(batch, 2e-3, after_micro_batch=end)
+    except Ended:
+        after = replica.parameters, *replica.optimizer_state().values()
+        assert micro_batches == 1
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    else:
+        raise AssertionError("The step was not ended.")
+
+
 def _train(order: dict[str, Any]) -> None:
     """Print losses and final parameters as JSON."""
     run, config = RunConfig.model_validate(order["run"]), Config.model_validate(order["config"])
@@ -144,6 +169,8 @@ def _train(order: dict[str, Any]) -> None:
     batches = [torch.randint(0, 258, (rows, length), generator=generator) for _ in range(steps)]
     losses = []
     for number, batch in enumerate(batches):
+        if number == steps // 2:
+            _end_a_step(replica, batch)
         try:
             losses.append(replica.step(batch, 2e-3, partial(loss_factor, faults, number)).loss)
         except RuntimeError as exc:

@@ -34,9 +34,15 @@ def run_script(
 
 
 def train(
-    ranks: int, sharding: str = "data-parallel", *, faults: tuple[str, str] = ("", ""), steps: int = 12, **inner: Any
+    ranks: int,
+    sharding: str = "data-parallel",
+    *,
+    faults: tuple[str, str] = ("", ""),
+    steps: int = 12,
+    micro_batch: int = 0,
+    **inner: Any,
 ) -> Any:
-    devices = {"ranks": ranks, "sharding": sharding}
+    devices = {"ranks": ranks, "sharding": sharding, "micro_batch": micro_batch}
     with tempfile.TemporaryDirectory() as folder:
         return outcome(run_script(Path(folder), faults, steps=steps, devices=devices, **inner))
 
@@ -68,6 +74,12 @@ def test_two_ranks_make_the_same_inner_steps_as_one(sharding: str) -> None:
 @pytest.mark.parametrize("inner", [{"optimizer": "muon"}, {"batch_size": 5}], ids=["muon", "uneven parts of a batch"])
 def test_two_ranks_make_the_same_inner_steps_as_one_with_muon_or_uneven_batches(inner: dict[str, Any]) -> None:
     assert_alike(train(1, **inner), train(2, **inner))
+
+
+@pytest.mark.parametrize(("sharding", "rows"), [("data-parallel", 5), ("fsdp", 6)])
+def test_a_step_that_is_ended_after_a_micro_batch_ends_on_all_ranks(sharding: str, rows: int) -> None:
+    """`rank_run` ends one step of each run. With five rows, the ranks make three and two micro-batches."""
+    assert_alike(train(1, batch_size=rows), train(2, sharding, micro_batch=1, batch_size=rows))
 
 
 @pytest.mark.parametrize("faults", [("inner@*=memory:1", ""), ("", "inner@*=memory:1")])
