@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from node.host.priority import WITHOUT_GPU
+from node.host.priority import helper_environment
 from node.sinks.series import NOT_INSTALLED, Point, SinkTarget
 from node.status import Notice, Report, RoundRecord, Stage
 
@@ -214,7 +214,7 @@ class Feed:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
-                    env=os.environ | WITHOUT_GPU,
+                    env=helper_environment(),
                     start_new_session=True,
                 )
         except OSError as exc:

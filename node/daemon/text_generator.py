@@ -17,7 +17,7 @@ from contextlib import suppress
 from node.api.node_interface import GeneratedText, GeneratorBusy, GeneratorFailed, TextRequest
 from node.config.schema import Config
 from node.daemon.worker_process import WORKER_ENVIRONMENT
-from node.host.priority import WITHOUT_GPU
+from node.host.priority import helper_environment
 
 COMMAND = (sys.executable, "-P", "-m", "node.commands.generate")
 TIMEOUT_S = 180.0
@@ -50,7 +50,7 @@ class TextGenerator:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                env=WORKER_ENVIRONMENT | os.environ | WITHOUT_GPU,
+                env=WORKER_ENVIRONMENT | helper_environment(),
                 start_new_session=True,
             )
         except OSError as exc:

@@ -21,15 +21,19 @@ BY_KERNEL = sys.platform == "linux"
 _LAUNCH = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {signal.SIGKILL:d})
-os.execv(sys.argv[1], sys.argv[1:])
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+sys.exit(1)
 """
 """The kernel sends the signal when the *thread* that forked ends, so a long-lived thread must start the program."""
 _LAUNCH_AND_POLL = """
 import os, signal, subprocess, sys
-parent = os.getppid()
+parent = int(sys.argv[1])
+if os.getppid() != parent:
+    sys.exit(1)
 asked = []
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-program = subprocess.Popen(sys.argv[1:])
+program = subprocess.Popen(sys.argv[2:])
 while True:
     try:
         sys.exit(program.wait(0.2))
@@ -63,11 +67,12 @@ def ignore_stop_signals() -> None:
 
 
 def launch_command(command: Sequence[str], *, by_kernel: bool = BY_KERNEL) -> list[str]:
-    """Return the command that runs `command` and kills it when the process that started it dies.
+    """Return the command with which this process can run `command`, so that it is killed when this process dies.
 
-    Without the kernel's help, a second process stays as its parent and passes SIGTERM on.
+    It does not start if this process is dead by then. Without the kernel's help, a second process stays as its parent
+    and passes SIGTERM on.
     """
-    return [sys.executable, "-I", "-S", "-c", _LAUNCH if by_kernel else _LAUNCH_AND_POLL, *command]
+    return [sys.executable, "-I", "-S", "-c", _LAUNCH if by_kernel else _LAUNCH_AND_POLL, str(os.getpid()), *command]
 
 
 def _poll(parent: int) -> None:

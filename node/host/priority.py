@@ -25,6 +25,8 @@ NICENESS = 10
 OOM_SCORE = "1000"
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment of a process that computes on the CPU, because the GPU's memory belongs to training."""
+PARENT = "HELPER_PARENT_PID"
+"""Environment variable of a helper: the process id of its parent, which may be dead before the helper looks."""
 AUTOGROUP = Path("/proc/self/autogroup")
 """The niceness of this process's session. Only some kernels have it."""
 AUTOGROUP_TRIES = 20
@@ -45,13 +47,18 @@ def lower_priority() -> None:
         _lower_session()
 
 
+def helper_environment() -> dict[str, str]:
+    """The environment of a process that this one starts, and that calls `serve_parent`."""
+    return {**os.environ, **WITHOUT_GPU, PARENT: str(os.getpid())}
+
+
 @contextmanager
 def serve_parent() -> Iterator[TextIO]:
     """Begin a process that works for its parent: at low priority, and not longer than the parent lives.
 
     Yields the file for answers, line by line, in place of stdout, to which packages print.
     """
-    die_with_parent(os.getppid())
+    die_with_parent(int(os.environ.get(PARENT) or os.getppid()))
     lower_priority()
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
         os.dup2(2, 1)

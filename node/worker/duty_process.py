@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO
 
-from node.host.priority import WITHOUT_GPU
+from node.host.priority import helper_environment
 from node.publication.waiting_rounds import WaitingRounds
 
 RETRY_S = 60.0
@@ -24,7 +24,6 @@ LIMIT_S = 24 * 3600.0
 """A process that writes no line for this long hangs, and is killed. Many tasks on a slow machine take hours."""
 REASON_LENGTH_MAX = 300
 ENVIRONMENT = {
-    **WITHOUT_GPU,
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "PYTHONIOENCODING": "utf-8",
@@ -96,7 +95,7 @@ class DutyProcess:
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=errors,
-                        env=os.environ | ENVIRONMENT,
+                        env=helper_environment() | ENVIRONMENT,
                         text=True,
                         encoding="utf-8",
                         process_group=0,

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from node.host.parent_death import BY_KERNEL, POLL_S, launch_command
+from node.host.priority import PARENT, helper_environment
 
 END_S = POLL_S + 10.0
 BOTH = pytest.mark.parametrize(
@@ -85,6 +86,30 @@ def test_killed_parent_takes_a_launched_program_with_it(tmp_path: Path, by_kerne
     started = [launcher, *_wait_for_program(launcher, by_kernel)]
     kill(parent)
     assert psutil.wait_procs(started, timeout=END_S)[1] == []
+
+
+@BOTH
+def test_program_is_not_launched_if_its_parent_has_died_before(tmp_path: Path, by_kernel: bool) -> None:
+    begun = tmp_path / "begun"
+    command = launch_command(["/bin/sh", "-c", f"touch {begun}"], by_kernel=by_kernel)
+    as_orphan = [str(dead_pid()) if word == str(os.getpid()) else word for word in command]
+    assert subprocess.run(as_orphan, check=False, timeout=END_S).returncode == 1 and not begun.exists()
+    assert subprocess.run(command, check=False, timeout=END_S).returncode == 0 and begun.exists()
+
+
+def test_helper_does_not_begin_if_its_parent_has_died_before(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    program = f"from node.host.priority import serve_parent\nwith serve_parent(): open({str(begun)!r}, 'w')"
+    helper, environment = [sys.executable, "-c", program], helper_environment()
+    as_orphan = environment | {PARENT: str(dead_pid())}
+    assert subprocess.run(helper, env=as_orphan, check=False, timeout=30).returncode == 1 and not begun.exists()
+    assert subprocess.run(helper, env=environment, check=False, timeout=30).returncode == 0 and begun.exists()
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(END_S)
+    return process.pid
 
 
 @BOTH
