@@ -128,7 +128,9 @@ def _add_health(router: APIRouter, context: ApiContext) -> None:
     @router.get("/metrics", response_class=Response, responses=page, tags=["health"])
     async def metrics() -> Response:
         """All metrics in Prometheus' text format."""
-        return Response(context.metrics.render(), media_type=METRICS_TYPE)
+        text = context.metrics.render()
+        await context.node.keep_counters()
+        return Response(text, media_type=METRICS_TYPE)
 
 
 def _add_status(router: APIRouter, node: Node) -> None:

@@ -76,6 +76,8 @@ MEMORY_LIMIT = "memory_limit"
 NOT_BY_SETTINGS = ports.CODES | {"newer_checkpoint", IdentityInUse.code, MEMORY_LIMIT}
 """Values of `Ended.code` that no change on the settings page can cause or repair."""
 COUNTERS_INTERVAL_S = 5.0
+KEEP_S = 0.5
+"""The longest time for which a disk that hangs holds up `/metrics`."""
 
 
 class Supervisor:
@@ -123,6 +125,7 @@ class Supervisor:
         self._stored_counters = state.counters
         self._stored_at_s = time.monotonic()
         self._store_lock = asyncio.Lock()
+        self._keeping: asyncio.Task[None] | None = None
         if self._persists and directory.was_stopped:
             self._desired = "stopped"
             self._enter(Phase.STOPPED, "stopped", STAYS_STOPPED)
@@ -288,6 +291,11 @@ class Supervisor:
             is_due = time.monotonic() - self._stored_at_s >= COUNTERS_INTERVAL_S
             if counters is not None and (is_due or stored is None or counters.last_round != stored.last_round):
                 await self._store_counters()
+
+    async def keep_counters(self) -> None:
+        if self._keeping is None or self._keeping.done():
+            self._keeping = asyncio.create_task(self._store_counters())
+        await asyncio.wait([self._keeping], timeout=KEEP_S)
 
     async def _store_counters(self) -> None:
         async with self._store_lock:

@@ -57,6 +57,9 @@ class FakeNode:
     def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
         return self.board.subscribe()
 
+    async def keep_counters(self) -> None:
+        """Nothing to keep."""
+
     def configured(self) -> Configured:
         return Configured(self.config, {"api.allowed_hosts": "file"}, CHANGEABLE)
 

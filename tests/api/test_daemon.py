@@ -171,6 +171,26 @@ def test_killed_worker_is_replaced_and_counters_continue_after_restarts(tmp_path
         wait_for(lambda: inner_steps(daemon) > stored)
 
 
+def test_no_counter_falls_if_the_whole_node_is_killed_after_a_scrape(tmp_path: Path) -> None:
+    """Prometheus takes a counter that falls for one that began again at zero, and counts all of it once more."""
+    with Daemon(tmp_path) as daemon:
+        daemon.ready()
+        wait_for(lambda: inner_steps(daemon) >= 50)
+        before = totals(daemon)
+        daemon.process.kill()
+    with Daemon(tmp_path) as daemon:
+        after = totals(daemon.ready())
+    assert before["diloco_inner_steps_total"] >= 50
+    assert {name: total for name, total in before.items() if after[name] < total} == {}
+
+
+def totals(daemon: Daemon) -> dict[str, float]:
+    """The counters that continue after a restart."""
+    lines = re.findall(r"^(diloco_\w+_total\S*) (\S+)$", daemon.http.get("/metrics").text, re.MULTILINE)
+    anew = ("diloco_log_messages_total", "diloco_worker_restarts_total", "diloco_process_cpu_seconds_total")
+    return {name: float(total) for name, total in lines if not name.startswith(anew)}
+
+
 @pytest.mark.parametrize(
     ("backoff_s", "beginning"),
     [(QUICK["backoff_s"], "The worker crashed 5 times in a row ("), ([], "The worker crashed (")],
