@@ -16,7 +16,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -195,13 +194,16 @@ def start_replica(
 ) -> tuple[Replica, RankProcesses | None]:
     """Start the node's replica, and the processes of its other ranks if it has several ranks."""
     devices = config.devices
-    micro_batch = MicroBatchLimit(config.node.data_dir / "cache", run, devices, device.name)
+    cache = config.node.data_dir / "cache"
+    micro_batch = MicroBatchLimit(cache, run, devices, device.name)
     if rows := micro_batch.rows:
         devices = devices.model_copy(update={"micro_batch": rows})
     how = choose_execution(model, run, device, devices)
     if devices.ranks == 1:
         return _start_alone(run, config, device, model, how), None
-    folder = Path(tempfile.mkdtemp(prefix="diloco-ranks-"))
+    folder = cache / "ranks"  # A stop leaves it behind, and the next start empties it.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
     settings = RankSettings(run=run, config=config, how=how, folder=folder, parent=os.getpid(), rank=0)
     ranks = RankProcesses(settings, micro_batch, end_process)
     try:

@@ -104,7 +104,7 @@ def test_too_little_memory_for_one_sequence_per_shard_is_a_machine_error(
     done = run_script(tmp_path, faults, devices={"ranks": 2, "sharding": "fsdp"})
     assert done.returncode == MachineError.exit_code, done.stderr
     assert "devices.activation_checkpointing" in done.stderr
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache" / "micro-batch.json").exists()
 
 
 def test_a_micro_batch_that_was_found_applies_only_to_the_same_settings(tmp_path: Path) -> None:
