@@ -6,8 +6,9 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 START_S = 60.0
 """Timeout of a start: libp2p's daemon may be started three times, and each start may take 20 s."""
+POLL_S = 0.1
 CLOSE_S = 4.0
 """The supervisor kills a worker that does not end within 6 s."""
 Mail = Committed | RoundFailed | SwarmError | IdentityInUse
@@ -160,6 +162,17 @@ class SwarmThread:
         assert self._member is not None
         return asyncio.run_coroutine_threadsafe(work(self._member), self._loop)
 
+    def _call(self, work: Callable[[SwarmMember], Coroutine[Any, Any, T]]) -> T:
+        """Wait for the result of a coroutine of the member. Raises SwarmError if the thread ends or is too slow."""
+        future = self.start_call(work)
+        deadline_s = time.monotonic() + START_S
+        while not future.done():
+            self.check()
+            if time.monotonic() > deadline_s:
+                raise SwarmError(f"The swarm's thread did not answer within {START_S:g} s.")
+            wait([future], POLL_S)
+        return future.result()
+
     def take_part(self, rules: Rules, tip: Tip, source: KeptSource) -> None:
         async def begin(member: SwarmMember) -> None:
             member.serve_state(source)
@@ -173,7 +186,7 @@ class SwarmThread:
                 has_room=lambda: mail.waiting_rounds < MOST_REPLAYED,
             )
 
-        self.start_call(begin).result(START_S)
+        self._call(begin)
 
     def serve(self, tip: Tip | None, source: StateSource) -> None:
         """Serve the state without taking part in rounds."""
@@ -183,7 +196,7 @@ class SwarmThread:
             if tip is not None:
                 member.show_tip(tip)
 
-        self.start_call(begin).result(START_S)
+        self._call(begin)
 
     def offer(self, contribution: LocalContribution) -> None:
         async def put(member: SwarmMember) -> None:
@@ -198,7 +211,7 @@ class SwarmThread:
             member.participant.restart_at(tip)
             self.mailbox.clear()  # It is about the chain that this node has left.
 
-        self.start_call(restart).result(START_S)
+        self._call(restart)
 
     def restart_here(self, cause: ResyncCause) -> Tip:
         """Continue from the present tip (`CatchUp.restart_here`), with an empty mailbox. Returns the tip."""
@@ -207,7 +220,7 @@ class SwarmThread:
             self.mailbox.clear()  # It is in the tip already, or says that this node must download a state.
             return member.restart_here(cause)
 
-        return self.start_call(restart).result(START_S)
+        return self._call(restart)
 
     def say(self, phase: Phase, tokens_per_second: float, utilization_ratio: float | None) -> None:
         async def tell(member: SwarmMember) -> None:

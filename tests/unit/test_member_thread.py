@@ -78,6 +78,33 @@ def test_member_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.Monk
         SwarmThread(object()).start().result(10)  # type: ignore[arg-type]
 
 
+def test_call_that_waits_for_a_member_that_fails_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of the thread ends, and the call with it, without a result."""
+    serves = asyncio.Event()
+
+    class Member(FailingMember):
+        async def watch(self) -> None:
+            await serves.wait()
+            await super().watch()
+
+        def serve_state(self, _source: Any) -> None:
+            serves.set()
+
+        async def take_part(self, *_rest: Any, **_options: Any) -> None:
+            await asyncio.sleep(60)
+
+    async def start(_options: Any) -> Member:
+        return Member(SwarmError("p2pd ended"))
+
+    monkeypatch.setattr(member_thread, "start_member", start)
+    thread = SwarmThread(object())  # type: ignore[arg-type]
+    thread.start().result(10)
+    began_s = time.monotonic()
+    with pytest.raises(SwarmError, match="p2pd ended"):
+        thread.take_part(*[object()] * 3)  # type: ignore[arg-type]
+    assert time.monotonic() - began_s < 10
+
+
 def test_a_background_task_that_ends_by_cancellation_ends_the_member_with_an_error() -> None:
     """A cancelled `watch` would end the thread without a word to the trainer."""
 
