@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -214,6 +215,33 @@ def test_pending_amendments_survive_a_restart(tmp_path: Path) -> None:
     assert pool.pending == [] and not pool.refused, "it was accepted while this node was away"
     file.write_text("{damaged")
     assert asyncio.run(run(adds=False)) == []
+
+
+def test_an_amendment_is_on_the_disk_while_a_peer_holds_up_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, peers = tmp_path / "amendments.json", Peers("a")
+    first, second = sign_amendment(FOUNDER, amendment()), sign_amendment(FOUNDER, amendment(2))
+    calls: list[str] = []
+
+    async def hang(peer: str, _verb: str, _message: Message, *, timeout_s: float) -> Message:
+        calls.append(peer)
+        await asyncio.sleep(2 * timeout_s)
+        raise AssertionError
+
+    monkeypatch.setattr(peers, "call", hang)
+
+    async def run() -> None:
+        pool = pool_of(peers, file=file)
+        task = asyncio.create_task(pool.run())
+        pool.add(first)
+        await until(lambda: calls)
+        pool.add(second)
+        await until(lambda: file.exists() and second.text in [one["text"] for one in json.loads(file.read_text())], 8)
+        assert calls == ["a"]
+        task.cancel()
+
+    asyncio.run(run())
 
 
 def test_a_fixed_run_keeps_nothing() -> None:

@@ -32,6 +32,20 @@ def test_a_member_that_could_not_be_reached_is_doubted_only_for_a_time() -> None
     assert ballot.has_false_claim(false)
 
 
+def test_a_member_that_is_doubted_for_a_time_is_believed_at_no_head_until_then() -> None:
+    now_s = 100.0
+    chain: Any = SimpleNamespace(tip=SimpleNamespace(head="aa"), store=SimpleNamespace(lowest_attempt=lambda _head: 0))
+    nothing: Any = None
+    ballot = Ballot(chain, nothing, lambda: now_s, can_commit=lambda members, _: bool(members))
+    ballot.doubt("rival", 20.0)
+    records: list[Any] = [
+        SimpleNamespace(peer_id=peer, head=head) for peer in ("rival", "other") for head in ("b", "c")
+    ]
+    assert [ballot.has_false_claim(record) for record in records] == [True, True, False, False]
+    now_s = 121.0
+    assert not any(map(ballot.has_false_claim, records))
+
+
 def test_a_leader_that_ends_a_round_that_is_over_does_not_raise_the_attempt_of_the_next_round() -> None:
     """The certificate of a round may arrive from another member just before the leader's answer."""
     nothing: Any = None

@@ -186,8 +186,8 @@ class Ballot:
         self.distrusts_reducers = False
         """Whether a result of this round was refused. Then this node reduces alone when it leads."""
         self._false_claims: dict[str, tuple[str, float]] = {}
-        """Peer id to a head with which the peer claimed to be ahead, without proof, and the end of the doubt. Kept over
-        rounds."""
+        """Peer id to a head with which the peer claimed to be ahead, without proof, and the end of the doubt. The head
+        is empty if no claim of the peer is believed. Kept over rounds."""
         self._accusers: dict[str, dict[str, int]] = {}
         """For each reducer, the leaders that accused it and the round in which they did. Kept for LATELY rounds."""
         self.checked_claims: dict[tuple[Document, str], RoundOutcome] = {}
@@ -203,10 +203,14 @@ class Ballot:
     def has_false_claim(self, record: PeerRecord) -> bool:
         """Whether the peer has failed to prove the head that it claims, and is still doubted for it."""
         head, until_s = self._false_claims.get(record.peer_id, ("", 0.0))
-        return head == record.head and self._clock() < until_s
+        return head in ("", record.head) and self._clock() < until_s
 
     def add_false_claim(self, record: PeerRecord, doubt_s: float = math.inf) -> None:
         self._false_claims[record.peer_id] = record.head, self._clock() + doubt_s
+
+    def doubt(self, peer_id: str, doubt_s: float) -> None:
+        """For this time, do not believe the peer, whatever head it claims."""
+        self._false_claims[peer_id] = "", self._clock() + doubt_s
 
     def is_overtaken(self) -> bool:
         """Whether a member is in a later round. If so, this round is over; closing it again would fork the chain."""

@@ -64,7 +64,7 @@ class AmendmentPool:
         """
         self._wire, self._peer_table, self._charter, self._state, self._file = wire, peer_table, charter, state, file
         self._pending: dict[int, SignedAmendment] = {}
-        self._changed = asyncio.Event()
+        self._changed, self._unwritten = asyncio.Event(), asyncio.Event()
         self._rng = random.Random(f"amendments {wire.peer_id}")  # noqa: S311 - not a secret
         self.refused: Counter[str] = Counter()
         """Refused amendments by `AMENDMENT_REFUSALS`."""
@@ -110,7 +110,7 @@ class AmendmentPool:
         if known is not None:
             self.dropped.append(DroppedAmendment(known, "another one has taken its place"))
         self._pending[amendment.number] = signed
-        self._changed.set()
+        self._note_change()
         logger.info("Amendment %d is pending: %s, from round %d.", amendment.number, amendment.describe(),
                     amendment.from_round)  # fmt: skip
         return True
@@ -143,7 +143,11 @@ class AmendmentPool:
                 self.count(exc)
                 logger.warning("Amendment %d is dropped: %s.", number, exc)
                 self.dropped.append(DroppedAmendment(self._pending.pop(number), exc.reason))
+        self._note_change()
+
+    def _note_change(self) -> None:
         self._changed.set()
+        self._unwritten.set()
 
     def add_again(self, accepted: bytes) -> None:
         """Make the amendments of a chain that this node has left pending again, if they can still be accepted."""
@@ -152,16 +156,25 @@ class AmendmentPool:
                 self._keep(entry.signed)
 
     async def run(self) -> None:
-        """Send new amendments to all peers, and what is pending to a random one every few seconds. Runs for ever."""
+        """Keep on the disk what is pending, and send it to the peers. Runs for ever."""
         await self._read()
+        await asyncio.gather(self._store(), self._send())
+
+    async def _store(self) -> None:
+        """Write what is pending whenever it changes, even while peers that do not answer hold up the sending."""
+        while True:
+            await self._unwritten.wait()
+            self._unwritten.clear()
+            await self._write()
+
+    async def _send(self) -> None:
+        """Send new amendments to all peers, and what is pending to a random one every few seconds."""
         sent: set[str] = set()
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(PUSH_S if self._pending else None):
                     await self._changed.wait()
-            if self._changed.is_set():
-                self._changed.clear()
-                await self._write()
+            self._changed.clear()
             others = sorted(record.peer_id for record in self._peer_table.others())
             new = [signed for signed in self.pending if signed.text not in sent]
             sent = {signed.text for signed in self.pending}

@@ -78,6 +78,8 @@ class ResyncCause:
     """The rounds that led to this node's head."""
     preferred: frozenset[str] = frozenset()
     """Heads of the chain to which this node goes; empty if it has not judged which chain is right."""
+    rivals: frozenset[str] = frozenset()
+    """The contributors to the chain that has won a fork, and the peer that has shown it."""
 
     def target(self, parameters: int, initial_digest: str | None, moments: int = 1) -> Target:
         """What to download: a state with this number of parameters, of the run with this initial state."""
@@ -138,6 +140,7 @@ class CatchUp:
         code: Literal["outvoted", "fork", "far_behind"],
         preferred: Collection[str] = (),
         dropped: tuple[Link, ...] = (),
+        rivals: Collection[str] = (),
     ) -> None:
         tip = self._ctx.chain.tip
         heads = heads_of(tip.links, tip.head)
@@ -157,6 +160,7 @@ class CatchUp:
                 heads=tuple(heads),
                 links=tip.links,
                 preferred=frozenset(preferred),
+                rivals=frozenset(rivals),
             )
         )
 
@@ -179,8 +183,11 @@ class CatchUp:
         """Continue from the present tip, because no state was downloaded for this cause. Returns the tip.
 
         If the state is still needed, others claimed what they did not serve. They are doubted for as long as this node
-        has waited. After a fork they are not, because a fork is judged by proofs.
+        has waited. After a fork, these are the members of the chain that has won. One hostile member may have made that
+        chain and keep its states back, and the others must find each other meanwhile.
         """
+        for peer_id in cause.rivals:
+            self._ballot.doubt(peer_id, cause.patience_s)
         doubts = cause.code != "fork" and self.is_needed(cause)
         return self._committer.restart_here(cause.patience_s if doubts else 0.0)
 
@@ -365,7 +372,7 @@ class CatchUp:
             reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's chain {weight(mine)}"
             if weight(theirs) <= weight(mine):
                 reason = "more members support the others' chain"
-            self._lose(reason, "fork", [link.head for link in theirs], mine)
+            self._lose(reason, "fork", [link.head for link in theirs], mine, {peer_id, *contributors_to(theirs)})
             return True
         self._ballot.add_false_claim(record, JUDGE_AGAIN_S)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)
