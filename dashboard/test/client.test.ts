@@ -52,6 +52,15 @@ test.each([401, 429])("a token that the node refuses with %i is forgotten, and t
   expect(asked).toEqual(["POST /api/v1/session", "GET /api/v1/status", "POST /api/v1/session", "GET /api/v1/status"]);
 });
 
+test("a token that no header can hold is forgotten, and the page is locked", async () => {
+  const asked = answering(401, 401);
+  sessionStorage.setItem("diloco-token", "right…");
+  expect((await failureOf(api.status())).locked).toBe(true);
+  expect(sessionStorage.getItem("diloco-token")).toBe(null);
+  expect((await failureOf(openSession("right…"))).locked).toBe(true);
+  expect(asked).toEqual(["GET /api/v1/status"]);
+});
+
 test.each([
   [204, ["closing", "closed"]],
   [401, ["closing", "closed"]],

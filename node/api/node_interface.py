@@ -213,6 +213,11 @@ class Node(Protocol):
         """Return a queue of statuses, beginning with the present one. It holds only the newest; None is the end."""
         ...
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process is about to end, and open requests must."""
+        ...
+
     async def keep_counters(self) -> None:
         """Store the totals, so that no counter on `/metrics` falls if the node is killed now. Takes half a second at
         most."""

@@ -48,12 +48,16 @@ class Generations:
     def __init__(self, most: int, prepare_thread: Callable[[], None] = lambda: None) -> None:
         self._most, self._prepare_thread = most, prepare_thread
         self._threads: set[threading.Thread] = set()
+        self._queues: set[asyncio.Queue[Piece | Exception | None]] = set()
+        self._is_stopped = False
 
     async def run(self, pieces: Iterator[Piece]) -> AsyncGenerator[Piece, None]:
         """Yield the pieces, which a thread computes. Closing this iterator ends the thread after its next piece.
 
         Raises OpenAiError if too many generations run, or if the last piece is missing, and the exceptions of `pieces`.
         """
+        if self._is_stopped:
+            raise _stopping()
         if len(self._threads) >= self._most:
             text = f"This server answers at most {self._most} requests at a time: try again soon."
             raise OpenAiError(429, text, code="rate_limit_exceeded")
@@ -79,6 +83,7 @@ class Generations:
 
         thread = threading.Thread(target=compute, name="generation", daemon=True)
         self._threads.add(thread)
+        self._queues.add(queue)
         thread.start()
         try:
             while True:
@@ -92,6 +97,13 @@ class Generations:
                     return
         finally:
             is_unwanted.set()
+            self._queues.discard(queue)
+
+    def stop(self) -> None:
+        """End all answers with an error, and refuse new ones. The server ends only after its open requests."""
+        self._is_stopped = True
+        for queue in self._queues:
+            queue.put_nowait(_stopping())
 
     def close(self) -> None:
         """Wait until all threads have ended, at most CLOSE_S. Blocks.
@@ -243,7 +255,8 @@ async def _events(
                 if last.text or last.finish:
                     yield event([form.change(last)])
         except Exception as exc:
-            logger.exception("A generation has failed.")
+            if not isinstance(exc, OpenAiError) or exc.status == 500:
+                logger.exception("A generation has failed.")
             error = exc if isinstance(exc, OpenAiError) else _internal_error()
             yield b"data: " + to_json(error.body()) + b"\n\n"
             return
@@ -258,6 +271,10 @@ def _usage(last: Piece) -> dict[str, int]:
         "completion_tokens": last.tokens,
         "total_tokens": last.prompt_tokens + last.tokens,
     }
+
+
+def _stopping() -> OpenAiError:
+    return OpenAiError(503, "The server is stopping: ask again when it runs.", code="stopping")
 
 
 def _internal_error() -> OpenAiError:

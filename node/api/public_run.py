@@ -60,7 +60,7 @@ class PublicRound(Value):
     at: str
     members: int
     tokens: int | None
-    """None for the oldest round that this node knows, unless that is round 0."""
+    """None if this node does not know the round before."""
     loss: float | None = None
 
 
@@ -338,7 +338,7 @@ def _members(view: View) -> tuple[PublicMember, ...]:
 
 
 def _round(record: RoundRecord, older: RoundRecord | None) -> PublicRound:
-    before = older.swarm_tokens if older is not None else None
+    before = older.swarm_tokens if older is not None and older.round == record.round - 1 else None
     if record.round == 0:
         before = 0
     return PublicRound(

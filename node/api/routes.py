@@ -94,7 +94,7 @@ def make_router(context: ApiContext) -> APIRouter:
     _add_support_bundle(router, context)
     _add_config(router, context.settings)
     _add_actions(router, context.node)
-    _add_generate(router, context.texts)
+    _add_generate(router, context.node, context.texts)
     _add_amendments(router, context.node)
     _add_session(router, context.keys)
     return router
@@ -399,7 +399,7 @@ def _add_actions(router: APIRouter, node: Node) -> None:
         return act("leave")
 
 
-def _add_generate(router: APIRouter, texts: ContinuesText | None) -> None:
+def _add_generate(router: APIRouter, node: Node, texts: ContinuesText | None) -> None:
     described = describe_problems(404, 429, 503)
 
     @router.post("/api/v1/generate", response_model=GeneratedText, responses=described, tags=["actions"])
@@ -412,6 +412,8 @@ def _add_generate(router: APIRouter, texts: ContinuesText | None) -> None:
             while not (await asyncio.wait({answer}, timeout=GONE_CHECK_S))[0]:
                 if await request.is_disconnected():
                     return Response(status_code=499)  # Nobody reads it.
+                if node.is_ending:
+                    return problem_response(503, "The node is stopping: ask again when it runs.", code="stopping")
             return answer.result()
         except GeneratorBusy as exc:
             return problem_response(429, str(exc), {"Retry-After": "5"}, code=exc.code)

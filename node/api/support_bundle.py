@@ -58,7 +58,7 @@ def make_bundle(source: BundleSource) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in _parts(source):
-            archive.writestr(f"diloco-node-support/{name}", redact(text)[-PART_BYTES_MAX:])
+            archive.writestr(f"diloco-node-support/{name}", redact(text)[-PART_BYTES_MAX:].encode(errors="replace"))
     return content.getvalue()
 
 

@@ -75,8 +75,13 @@ async def _serve(
     hosts = [options.host, sock.getsockname()[0], *config.api.host_names]
     app = build_openai_app(newest.get, generations, keys, tokens_max=options.max_tokens, hosts=hosts)
     server = make_server(app, tls)
+
+    def end() -> None:
+        server.should_exit = True
+        generations.stop()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+        asyncio.get_running_loop().add_signal_handler(number, end)
     watching = asyncio.create_task(newest.watch())
     tell(
         f"Serving {model.facts.name} after round {model.facts.round} on {url_of(sock, tls=tls is not None)}/v1; "
@@ -89,7 +94,7 @@ async def _serve(
             watching.result()  # Raises: without it, an old model would be served for ever.
     finally:
         watching.cancel()
-        server.should_exit = True
+        end()
         await serving
         await asyncio.to_thread(generations.close)
 

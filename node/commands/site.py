@@ -41,13 +41,19 @@ def keep_site(client: Client, folder: Path, tell: Callable[[str], None], sleep: 
         except UsageError as exc:
             run, problem = _out_of_sight(shown), str(exc)
         try:
-            if (run.round, run.state) != (shown.round, shown.state):
+            if _presence(run) != _presence(shown):
                 _write(run, folder)
                 shown = run
         except UsageError as exc:
             problem = str(exc)
         if problem and not before:
             tell(f"The page is not up to date: {problem}")
+
+
+def _presence(run: PublicRun) -> tuple[object, ...]:
+    """What the page says of the present. Figures that change all the time wait for the next round."""
+    members = {(member.owner, member.name) for member in run.members}
+    return run.round, run.state, members, run.members_now, run.tokens_per_second is None, run.ends_at is None
 
 
 def _out_of_sight(run: PublicRun) -> PublicRun:

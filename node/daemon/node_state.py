@@ -84,7 +84,7 @@ class NodeState:
         self._journal = journal or Journal()
         self._month = MonthUsage()
         self._subscribers: set[asyncio.Queue[Status | None]] = set()
-        self._is_closed = False
+        self.is_closed = False
         self._counters: SavedCounters | None = None
         self._governance = GovernanceInfo()
         self._status = self._build()
@@ -236,7 +236,7 @@ class NodeState:
     def subscribe(self) -> Iterator[asyncio.Queue[Status | None]]:
         """See `node_interface.Node.subscribe`. The queue holds only the newest status."""
         queue: asyncio.Queue[Status | None] = asyncio.Queue(maxsize=1)
-        queue.put_nowait(None if self._is_closed else self._status)
+        queue.put_nowait(None if self.is_closed else self._status)
         self._subscribers.add(queue)
         try:
             yield queue
@@ -245,7 +245,7 @@ class NodeState:
 
     def close(self) -> None:
         """End all subscriptions."""
-        self._is_closed = True
+        self.is_closed = True
         for queue in self._subscribers:
             _replace(queue, None)
 
@@ -256,7 +256,7 @@ class NodeState:
             return
         self._status = status
         self._journal.add_status(status)
-        if not self._is_closed:
+        if not self.is_closed:
             for queue in self._subscribers:
                 _replace(queue, status)
         if self._on_status is not None:

@@ -292,6 +292,10 @@ class Supervisor:
             if counters is not None and (is_due or stored is None or counters.last_round != stored.last_round):
                 await self._store_counters()
 
+    @property
+    def is_ending(self) -> bool:
+        return self._state.is_closed
+
     async def keep_counters(self) -> None:
         if self._keeping is None or self._keeping.done():
             self._keeping = asyncio.create_task(self._store_counters())

@@ -99,7 +99,7 @@ class FolderStore:
             return self._has(revision)
 
     def _translated(self) -> AbstractContextManager[None]:
-        return _translated(str(self._root), "make the folder readable and writable, or name another one")
+        return _translated(str(self._root), "free disk, make the folder readable and writable, or name another one")
 
     def _has(self, revision: str) -> bool:
         return (self._root / revision / RECORD_FILE).is_file()
@@ -108,7 +108,9 @@ class FolderStore:
         with self._translated():
             try:
                 with whole_folder(self._root / revision) as temporary:
-                    shutil.copytree(folder, temporary, dirs_exist_ok=True)
+                    for name, path in _files_of(folder).items():
+                        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(path, temporary / name)
             except OSError:
                 if self._has(revision):  # Another publisher's rename came first.
                     return False

@@ -57,6 +57,10 @@ class FakeNode:
     def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
         return self.board.subscribe()
 
+    @property
+    def is_ending(self) -> bool:
+        return self.board.is_closed
+
     async def keep_counters(self) -> None:
         """Nothing to keep."""
 

@@ -38,7 +38,7 @@ class Served:
     """A real API server on a free port, and the connections that a test opens to it."""
 
     def __init__(self, sock: socket.socket, tls: Tls | None, server: uvicorn.Server) -> None:
-        self.connections = server.server_state.connections
+        self.server, self.connections = server, server.server_state.connections
         self.url = url_of(sock, tls=tls is not None)
         self.address: tuple[str, int] = sock.getsockname()[:2]
         self.trusting = ssl.create_default_context(cadata=tls.certificate) if tls else None

@@ -96,6 +96,21 @@ def test_a_caller_who_hangs_up_frees_the_model_for_the_next_one(
     asyncio.run(ask())
 
 
+def test_a_node_that_stops_says_so_to_who_waits_for_a_text(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "GONE_CHECK_S", 0.01)
+
+    class Slow:
+        async def generate(self, _request: TextRequest) -> GeneratedText:
+            fake_node.board.close()
+            await asyncio.sleep(60)
+            raise AssertionError("the node has stopped")
+
+    answer = client(fake_node, Slow()).request("POST", "/api/v1/generate", json=ASKED)
+    assert answer.status_code == 503 and "The node is stopping" in answer.json()["detail"]
+
+
 @pytest.mark.parametrize(
     ("texts", "status", "words"),
     [

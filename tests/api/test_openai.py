@@ -59,11 +59,13 @@ class FakeModel:
 
 
 @asynccontextmanager
-async def served_model(model: FakeModel) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+async def served_model(
+    model: FakeModel, generations: Generations | None = None
+) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
     async def current() -> FakeModel:
         return model
 
-    generations = Generations(REQUESTS)
+    generations = generations or Generations(REQUESTS)
     app = build_openai_app(
         current, generations, Keys(TOKEN, lambda: 0.0), tokens_max=TOKENS_MAX, hosts=["node.example"]
     )
@@ -438,3 +440,23 @@ def test_a_fault_of_the_server_is_reported_and_ends_only_this_answer(caplog: pyt
 
     with_model(FakeModel(), use)
     assert sum("a fault of ours" in str(record.exc_text) for record in caplog.records) >= REQUESTS + 1
+
+
+def test_answers_of_a_server_that_stops_end_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """They would take longer than the server waits for open requests, and then end with a traceback in the log."""
+    model, generations = FakeModel(words=["y"] * 50, word_s=0.1), Generations(REQUESTS)
+
+    async def main() -> tuple[httpx.Response, httpx.Response]:
+        async with served_model(model, generations) as (served, http):
+            whole = asyncio.create_task(http.post(COMPLETIONS, json=ASK))
+            streamed = asyncio.create_task(http.post(COMPLETIONS, json={**ASK, "stream": True}))
+            await until(lambda: len(model.asked) == REQUESTS)
+            await asyncio.sleep(0.3)
+            served.server.should_exit = True
+            generations.stop()
+            return await whole, await streamed
+
+    whole, streamed = asyncio.run(main())
+    check_error(whole, 503, "The server is stopping")
+    assert streamed.status_code == 200 and "The server is stopping" in streamed.text and "[DONE]" not in streamed.text
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -195,6 +195,12 @@ def test_rounds_that_this_node_has_dropped_are_not_shown(node: FakeNode) -> None
     assert tokens == sorted(tokens)
 
 
+def test_a_round_after_a_gap_does_not_show_the_tokens_of_the_rounds_between(node: FakeNode) -> None:
+    """The node was away, and has downloaded a state."""
+    node.board.add_round(record(7))
+    assert [(one["number"], one["tokens"]) for one in public(node)["rounds"]][:2] == [(7, None), (3, 1000)]
+
+
 def test_node_that_is_out_of_the_swarm_does_not_know_what_the_run_does(node: FakeNode) -> None:
     node.board.set_phase(PhaseState(phase=Phase.PAUSED, code=TRAFFIC_LIMIT, reason="The month is over."))
     assert public(node)["state"] == "unknown"
@@ -498,10 +504,19 @@ def test_static_site_is_written_again_after_each_round_and_survives_the_node(nod
     run = client(node, public=False, token=TOKEN).get("/api/v1/public").json()
     there: Any = OneNode(run)
     told: list[str] = []
-    folder, looks = tmp_path / "site", iter(["same", "round", "away", "look", "away", "back", "end"])
+    looks = iter(["same", "left", "emptier", "same", "round", "away", "look", "away", "back", "end"])
+    folder = tmp_path / "site"
+    members = [{"name": name, "owner": name, "tokens_per_second": 5.0} for name in ("Ada", "Ben")]
+    there.answer = run | {"members": members, "members_now": 2}
 
     def sleep(_seconds: float) -> None:
         match next(looks):
+            case "left":
+                there.answer = there.answer | {"members": there.answer["members"][:1], "members_now": 1}
+            case "emptier":
+                page = (folder / "index.html").read_text()
+                assert "Ada" in page and "Ben" not in page
+                there.answer = run
             case "round":
                 there.answer = run | {"round": 5}
             case "away":

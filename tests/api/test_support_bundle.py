@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import os
 import zipfile
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from node.api.support_bundle import BundleSource, make_bundle
 from node.config.manifest import Invite
 from node.config.schema import Config
 from node.status import Outcome, Report, RoundRecord, RunInfo
-from tests.api.conftest import BASE, BUILD, TOKEN, FakeNode, make_app
+from tests.api.conftest import BASE, BUILD, TOKEN, FakeNode, HttpClient, make_app
 from tests.peer_row import peer_row
 
 INVITE = str(Invite("ab" * 32, ("/ip4/203.0.113.7/tcp/31337/p2p/QmPeer",)))
@@ -90,6 +91,14 @@ def test_support_bundle_contains_no_secret_and_no_address(fake_node: FakeNode, t
     assert "at 12:34:56 version 2.13.0 of torch" in parts["node.log"]
     assert '"round":1' in parts["rounds.jsonl"]
     assert "torch" in parts["versions.json"]
+
+
+def test_support_bundle_names_a_file_whose_name_is_not_utf_8(fake_node: FakeNode, tmp_path: Path) -> None:
+    fake_node.config = Config.model_validate({"node": {"data_dir": tmp_path}})
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).touch()
+    answer = HttpClient(make_app(fake_node), TOKEN, "127.0.0.1").get("/api/v1/support-bundle")
+    assert answer.status_code == 200
+    assert "caf?.txt" in unpack(answer.content)["machine.json"]
 
 
 def test_size_of_the_support_bundle_is_limited(

@@ -451,6 +451,23 @@ def test_a_folder_that_cannot_be_written_is_a_failure_with_the_remedy(tmp_path: 
         store_at(str(tmp_path / "place")).put(ONE, make_folder(tmp_path / "one", "one"))
 
 
+def test_a_full_disk_is_named_as_the_cause(tmp_path: Path) -> None:
+    """A limit for the size of a file stands for the end of the disk. It holds for a whole process."""
+    big = make_folder(tmp_path / "one", "one")
+    (big / "model.safetensors").write_bytes(bytes(2_000_000))
+    lines = (
+        "import resource, signal, sys; from pathlib import Path",
+        "from node.config.publish_address import parse_publish_address; from node.publication.stores import open_store",
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))",
+        "open_store(parse_publish_address(sys.argv[1])).put(sys.argv[2], Path(sys.argv[3]))",
+    )
+    command = [sys.executable, "-c", "\n".join(lines), str(tmp_path / "place"), ONE, str(big)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert "File too large" in last and "free disk" in last and "[(" not in last
+    assert list((tmp_path / "place").glob(f"{ONE}*")) == []
+
+
 def test_a_url_whose_package_is_missing_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(MachineError, match=r"needs a Python package that is not installed .*s3fs"):

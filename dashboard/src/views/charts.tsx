@@ -29,9 +29,8 @@ export function Charts({ specs }: { specs: ChartSpec[] }) {
   );
   return (
     <Section title="History" id="history" aside={<Ranges />}>
-      {history.value === null && fault ? (
-        <p class="plain">{fault}</p>
-      ) : (
+      {fault && <p class="plain">{fault}</p>}
+      {(history.value !== null || !fault) && (
         <div class="charts" data-testid="charts">
           {specs.map((spec) => (
             <Chart key={spec.id} spec={spec} history={history.value} />
