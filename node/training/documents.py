@@ -2,7 +2,8 @@
 
 A source is divided into shards, and a shard can be read from any document on. If a source has many files, each file is
 a shard. If it has few, each file is split into several shards by the numbers of its documents, so that members who read
-different shards read different text.
+different shards read different text. A plain text file is one document; it is split into pieces, each of which counts
+as a document.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class Documents:
         self.files = int(self._data.num_shards)
         self._parts = -(-LEAST_SHARDS // self.files)
         self.shards = self.files * self._parts
+        self.cuts_documents = source.kind == "text" and self._parts > 1
+        self.layout = f"{self.files} files in {self._parts} {'pieces' if self.cuts_documents else 'parts'}"
+        """Positions in the text hold only as long as this is the same."""
 
     def read(self, shard: int, start: int) -> Iterator[tuple[int, str]]:
         """Read a shard from document number `start` of its file on. Yields (number to continue from, text).
@@ -54,7 +58,11 @@ class Documents:
             for row in self._data.shard(self.files, file).skip(start):
                 text = row[self._source.field]
                 number += 1
-                if (number - 1) % self._parts == part and isinstance(text, str) and text:
+                if self.cuts_documents:
+                    text = piece_of(text, part, self._parts)
+                elif (number - 1) % self._parts != part:
+                    continue
+                if isinstance(text, str) and text:
                     yield number, text
         except Exception as exc:
             kind = Unreachable if self._is_transient(exc) else Damaged
@@ -72,19 +80,22 @@ class Documents:
     def _open(self, text_dir: Path, cache: Path) -> Any:
         """Open the source as a `datasets.IterableDataset` with one column."""
         datasets = _import_datasets(self._name)
-        source, options = self._source, {"split": "train", "streaming": True, "cache_dir": str(cache), "token": False}
+        source, options = self._source, {"cache_dir": str(cache), "token": False}
         try:
             if self._is_hub:
                 require_no_folder(source.place, f"run.data.sources: {self._name}")
-                options["split"] = source.split
-                data = datasets.load_dataset(
+                builder = datasets.load_dataset_builder(
                     source.place, source.config or None, revision=source.revision or None, **options
                 )
             else:
                 files = {"train": self._find_files(text_dir)}
                 whole = {"sample_by": "document"} if source.kind == "text" else {}
-                data = datasets.load_dataset(source.kind, data_files=files, **whole, **options)
-            columns = ["text"] if source.kind == "text" else data.column_names or _columns_of_a_document(data)
+                builder = datasets.load_dataset_builder(source.kind, data_files=files, **whole, **options)
+            data = builder.as_streaming_dataset(source.split if self._is_hub else "train")
+            declared = data.column_names
+            # Otherwise all files are cast to the columns of the first one, and one with another column is refused.
+            builder.info.features = data.info.features = None
+            columns = ["text"] if source.kind == "text" else declared or _columns_of_a_document(data)
         except NodeError:
             raise
         except Exception as exc:
@@ -123,11 +134,23 @@ class Documents:
         )
 
 
+def piece_of(text: str, part: int, parts: int) -> str:
+    """One of `parts` pieces of about the same length, which make up the text. They end with a line if they can."""
+
+    def end(number: int) -> int:
+        at, last = (len(text) * n // parts for n in (number, number + 1))
+        line_end = text.find("\n", at, last) if 0 < number < parts else -1
+        return line_end + 1 or at
+
+    return text[end(part) : end(part + 1)]
+
+
 def _columns_of_a_document(data: Any) -> list[str]:
     """The columns of the first document that can be read, if no columns are declared."""
     for file in range(data.num_shards):
         try:
-            return list(next(iter(data.shard(data.num_shards, file)), {}))
+            if columns := list(next(iter(data.shard(data.num_shards, file)), {})):
+                return columns
         except Exception:
             if file == data.num_shards - 1:
                 raise

@@ -153,15 +153,16 @@ class RowPacker:
         self._weights = [weight / sum(weights) for weight in weights]
         self._given_weights = list(weights)
         self._shards = [source.shards for source in sources]
+        self._layouts = [source.layout for source in sources]
         fresh = [[(lane, 0, 0) for lane in range(min(LANES, shards))] for shards in self._shards]
         if state is not None and len(state["shards"]) != len(sources):
             logger.warning("The text has another number of sources than before, so it is read from the beginning.")
             state = None
         if state is None:
-            state = {"taken": [0] * len(sources), "lanes": fresh, "shards": self._shards}
+            state = {"taken": [0] * len(sources), "lanes": fresh, "layouts": self._layouts}
         places = list(state["lanes"])
-        for number, shards in enumerate(self._shards):
-            if state["shards"][number] != shards:
+        for number, layout in enumerate(_layouts_of(state, sources)):
+            if layout != self._layouts[number]:
                 logger.warning("Files of text source %d have changed, so it is read from the beginning.", number + 1)
                 places[number] = fresh[number]
         self._rows: list[npt.NDArray[np.int64]] = []
@@ -198,6 +199,7 @@ class RowPacker:
             "weights": list(self._given_weights),
             "lanes": lanes,
             "shards": list(self._shards),
+            "layouts": list(self._layouts),
         }
 
     def next_batch(self, batch_size: int, sequence_length: int) -> Tensor:
@@ -221,6 +223,14 @@ class RowPacker:
         rows = sum(counts) + 1
         behind = [weight * rows - taken for weight, taken in zip(self._weights, counts, strict=True)]
         return behind.index(max(behind))
+
+
+def _layouts_of(state: dict[str, Any], sources: Sequence[Documents]) -> list[str]:
+    """The layouts at which a state was saved. Older states name only the number of shards, and cut no document."""
+    if "layouts" in state:
+        return list(state["layouts"])
+    kept = zip(sources, state["shards"], strict=True)
+    return ["" if one.cuts_documents or one.shards != shards else one.layout for one, shards in kept]
 
 
 def tokens_of(text: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32] | None:

@@ -19,7 +19,7 @@ import torch
 
 from node.config.manifest import RunConfig, parse_source
 from node.errors import ConfigError, Damaged, MachineError
-from node.training.documents import Documents
+from node.training.documents import Documents, piece_of
 from node.training.packing import ShardOrder
 from node.training.text import Reader, drawn_sources, open_text
 from node.training.tokenizer import BEGIN, END, open_tokenizer
@@ -106,6 +106,29 @@ def test_no_document_repeats_before_all_are_read(tmp_path: Path, files: int) -> 
     found = [text for text, data in zip(DOCUMENTS, encoded, strict=True) for string in strings if data in string]
     assert len(found) == len(set(found)) > len(DOCUMENTS) / 4
     assert all(torch.equal(lane[:-1, -1], lane[1:, 0]) for lane in lanes)
+
+
+@pytest.mark.parametrize("files", [1, 3, 20])
+def test_rows_of_few_text_files_differ_within_a_batch_and_between_peers(tmp_path: Path, files: int) -> None:
+    for number in range(files):
+        text = "".join(f"{number}.{line} " + "\n" * (line % 9 == 0) for line in range(16_000 // files))
+        (tmp_path / f"book-{number}.txt").write_text(text)
+    peers = (
+        take(reader(tmp_path, "text:*.txt", peer=peer, held_out_one_in=NONE_HELD_OUT), 20).tolist() for peer in "bc"
+    )
+    one, other = ([tuple(row) for row in rows] for rows in peers)
+    assert len(set(one)) == len(one) == len(set(other))
+    assert len(set(one) & set(other)) < len(one) / 2, "8 of at least 32 pieces are in both"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "one line without an end", "a\nbb\nccc\n", "\n\n\n\n\n\n", "x" * 50 + "\n" + "y" * 9]
+)
+def test_pieces_make_up_the_text_and_end_with_a_line_if_they_can(text: str) -> None:
+    for parts in (1, 2, 7, 32):
+        pieces = [piece_of(text, part, parts) for part in range(parts)]
+        assert "".join(pieces) == text
+    assert [piece_of("aa\nbb\ncc\ndd\n", part, 2) for part in range(2)] == ["aa\nbb\ncc\n", "dd\n"]
 
 
 @pytest.mark.parametrize("at", [0, 1, 7, 40])
@@ -271,16 +294,55 @@ def test_a_manifest_cannot_name_files_outside_the_text_folder(source: str) -> No
         run_of("text:a.txt", tokenizer=source.partition(":")[2] if source.startswith("text") else source)
 
 
+@pytest.mark.parametrize("files", [1, 40])
 def test_text_source_with_changed_files_is_read_from_the_beginning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: int
 ) -> None:
-    split_into(tmp_path / "files", 40)
+    split_into(tmp_path / "files", files)
     first = reader(tmp_path, "json:files/*.jsonl")
     take(first, 20)
     write_json(tmp_path / "files" / "more", ["more " * 50])
     again = take(reader(tmp_path, "json:files/*.jsonl", state=first.state), 5)
     assert (again[:8, 0] == BEGIN).all(), "each lane begins with a document"
     assert "have changed" in caplog.text
+
+
+@pytest.mark.parametrize(("source", "goes_on"), [("json:files/*.jsonl", True), ("text:book.txt", False)])
+def test_a_position_of_an_older_version_holds_unless_text_is_cut_now(
+    tmp_path: Path, source: str, goes_on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    split_into(tmp_path / "files", 1)
+    (tmp_path / "book.txt").write_text("\n".join(DOCUMENTS))
+    first = reader(tmp_path, source)
+    take(first, 20)
+    older = first.state
+    del older["layouts"]
+    caplog.clear()
+    again = take(reader(tmp_path, source, state=older), 2)
+    assert ("have changed" in caplog.text) == (not goes_on)
+    if goes_on:
+        assert torch.equal(again, take(reader(tmp_path, source, state=first.state), 2))
+    else:
+        assert (again[:, 0] == BEGIN).all(), "each lane begins with a piece"
+
+
+def test_a_new_column_costs_no_text(tmp_path: Path) -> None:
+    """The columns are those of the first part of the first file."""
+    rows = [{"text": f"{number} {'x' * 1000}", "meta": {"url": "u"}} for number in range(12_000)]
+    rows[11_000]["meta"] = {"url": "u", "license": "by"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "b", "id": "name"}) + "\n")
+    found = Documents(parse_source("json:*.jsonl"), tmp_path, tmp_path / "cache")
+    last = [file * found.shards // found.files for file in range(2)]
+    assert [sum(1 for _ in found.read(shard, 0)) for shard in last] == [12_000 // 16, 1]
+
+
+@pytest.mark.parametrize("content", ["\n", "[]"])
+def test_a_first_file_without_a_document_is_passed_over(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    write_json(tmp_path / "b", ["abc " * 200])
+    rows = take(reader(tmp_path, "json:*.jsonl", held_out_one_in=NONE_HELD_OUT), 1)
+    assert decode(rows[0, 1:]).startswith("abc")
 
 
 def error_of(folder: Path, *sources: str, **data: Any) -> str:
