@@ -419,13 +419,15 @@ def _run(call: Call) -> int:
                 f"not used: {', '.join(unused)}",
                 file=sys.stderr,
             )
-    console = Console(file=cast(TextIO, Output(sys.stdout)))
-    has_live_line = console.is_terminal and config.log.format == "console"
-    logs.configure(config.log.level, config.log.format, to=console if has_live_line else sys.stderr)
-    mode: Literal["train", "relay"] = "relay" if call.args.command == "relay" else "train"
-    with LiveView(console, call.data_dir, line=has_live_line, pid=os.getpid()) as view:
-        parts = app.Parts(origins=origins, found_from=found_from)
-        return app.run(config, join=join, mode=mode, on_status=view.update, parts=parts)
+    sys.stdout.flush()
+    with Output(sys.stdout) as output, Output(sys.stderr) as errors:
+        console = Console(file=cast(TextIO, output))
+        has_live_line = console.is_terminal and config.log.format == "console"
+        logs.configure(config.log.level, config.log.format, to=console if has_live_line else cast(TextIO, errors))
+        mode: Literal["train", "relay"] = "relay" if call.args.command == "relay" else "train"
+        with LiveView(console, call.data_dir, line=has_live_line, pid=os.getpid()) as view:
+            parts = app.Parts(origins=origins, found_from=found_from)
+            return app.run(config, join=join, mode=mode, on_status=view.update, parts=parts)
 
 
 def _own_run_keys(loaded: Loaded) -> list[str]:

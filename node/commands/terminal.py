@@ -6,8 +6,11 @@ Without a terminal there is no live line, but link and invite are still printed.
 from __future__ import annotations
 
 import os
+import queue
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,36 +38,63 @@ COLORS: dict[str, str] = {
 
 
 RUN_PAUSED = "run_paused"
+MOST_WAITING = 1000
+END_S = 1.0
+BUSY_S = 0.05
 
 
 class Output:
-    """A text stream over another one. It drops everything once the other one fails, so that a node outlives its output.
+    """A text stream over another one, which neither holds up nor ends the node. A thread writes to the other one.
 
-    The reader of a pipe may go, a terminal may be closed, and the disk of a file may be full.
+    A terminal may be held (Ctrl-S), or nobody reads a pipe: then all but the first MOST_WAITING texts are dropped. The
+    reader of a pipe may go, a terminal may be closed, and the disk of a file may be full: then all are.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._is_lost = stream, False
+        self._stream = stream
+        self._waiting: queue.Queue[str | None] = queue.Queue(MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
 
     def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
+        with suppress(queue.Full):
+            self._waiting.put_nowait(text)
         return len(text)
 
     def flush(self) -> None:
-        self._try(self._stream.flush)
+        """Nothing to do: the thread writes at once."""
 
-    def _try(self, act: Callable[[], object]) -> None:
-        if self._is_lost:
-            return
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        """Write what is left, for at most END_S. Later texts are dropped."""
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=END_S)
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        # Not through the stream: at its end, the program would wait for a buffer that this thread holds.
+        file = self._stream.fileno()
         try:
-            act()
+            while (text := self._waiting.get()) is not None:
+                _write(file, text.encode(self._stream.encoding, "backslashreplace"))
         except OSError:
-            self._is_lost = True
             with suppress(OSError):  # What is left in its buffer cannot be written at the end of the program either.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+                os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+            while self._waiting.get() is not None:
+                pass
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(file, data) :]
+        except BlockingIOError:
+            time.sleep(BUSY_S)
 
 
 class LiveView:

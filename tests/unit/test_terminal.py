@@ -108,7 +108,7 @@ def test_an_invite_is_printed_again_when_it_works_from_a_wider_network(tmp_path:
 
 
 LOSES_ITS_OUTPUT = """
-import os, pty, sys
+import os, pty, sys, termios
 from pathlib import Path
 from rich.console import Console
 from node.commands.terminal import LiveView, Output
@@ -124,16 +124,29 @@ def lose_terminal():
     os.close(outside)
     return inside
 
-lose = {"pipe": lose_reader, "terminal": lose_terminal, "disk": lambda: os.open("/dev/full", os.O_WRONLY)}
+def hold_terminal():
+    global outside  # It stays open.
+    outside, inside = pty.openpty()
+    termios.tcflow(inside, termios.TCOOFF)
+    return inside
+
+def leave_unread():
+    global reading
+    reading, writing = os.pipe()
+    return writing
+
+lose = {"held": hold_terminal, "unread": leave_unread, "pipe": lose_reader, "terminal": lose_terminal,
+        "disk": lambda: os.open("/dev/full", os.O_WRONLY)}
 os.dup2(lose[sys.argv[1]](), 1)
-with LiveView(Console(file=Output(sys.stdout), force_terminal=True), Path("nowhere"), line=True, pid=7) as view:
-    for _ in range(3):
+console = Console(file=Output(sys.stdout), force_terminal=True)
+with console.file, LiveView(console, Path("nowhere"), line=True, pid=7) as view:
+    for _ in range(20):
         view.update(make_status(invite="diloco1-" + 9000 * "x"))
 print("The node goes on.", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("lost", ["pipe", "terminal", "disk"])
+@pytest.mark.parametrize("lost", ["pipe", "terminal", "disk", "held", "unread"])
 def test_a_node_outlives_its_output(lost: str) -> None:
     command = [sys.executable, "-c", LOSES_ITS_OUTPUT, lost]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
