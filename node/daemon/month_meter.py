@@ -60,6 +60,8 @@ class MonthMeter:
         """The usage of each of the last months. A wrong clock may name any month for a while."""
         self._usage = MonthUsage()
         self._stored = dict(self._months)
+        self._has_failed = False
+        """Whether the file could not be written the last time."""
 
     @property
     def usage(self) -> MonthUsage:
@@ -100,25 +102,25 @@ class MonthMeter:
             return
         try:
             write_whole(self._file, MonthFile(months=tuple(months.values())).model_dump_json() + "\n", forced=False)
-            self._stored = months
+            self._stored, self._has_failed = months, False
         except OSError as exc:
-            logger.warning("%s cannot be written (%s): free some space on that disk.", self._file, exc.strerror)
+            if not self._has_failed:
+                logger.warning("%s cannot be written (%s): free some space on that disk.", self._file, exc.strerror)
+            self._has_failed = True
 
     def _turn(self) -> None:
         """Begin a new month when it is time."""
         local = self._clock().astimezone(self._zone())
         name = f"{local:%Y-%m}"
-        if self._usage.month == name:
-            return
-        if self._usage.month:
-            self._months[self._usage.month] = self._usage
-            self._set_notice(DAMAGED, None)
-        if (known := self._months.get(name)) is not None:
-            self._usage = known
-            return
         year, month = divmod(12 * local.year + local.month, 12)
-        next_month = datetime(year, month + 1, 1, tzinfo=local.tzinfo)
-        self._usage = MonthUsage(month=name, ends_at=rfc3339(next_month.astimezone(UTC)))
+        ends_at = rfc3339(datetime(year, month + 1, 1, tzinfo=local.tzinfo).astimezone(UTC))
+        if self._usage.month != name:
+            if self._usage.month:
+                self._months[self._usage.month] = self._usage
+                self._set_notice(DAMAGED, None)
+            self._usage = self._months.get(name, MonthUsage(month=name))
+        if self._usage.ends_at != ends_at:  # The machine may have travelled to another time zone.
+            self._usage = self._usage.model_copy(update={"ends_at": ends_at})
 
     def _load(self) -> dict[str, MonthUsage]:
         try:

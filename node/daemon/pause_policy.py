@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Literal
 
 from node.api.node_interface import PAUSE_MAX_S, NotAllowed, PauseOrder
@@ -121,8 +121,8 @@ class PausePolicy:
         self._idle_s: float | None = None
         self._traffic_until: datetime | None = None
         self._inputs = PauseInputs(schedule.hours, directory.load_owner_request() if trains else None)
-        self._hours_change: tuple[datetime, datetime | None] | None = None
-        """When the next change of the scheduled hours was computed, and that change."""
+        self._hours_change: tuple[datetime, tzinfo, datetime | None] | None = None
+        """When and for which time zone the next change of the scheduled hours was computed, and that change."""
 
     def update_schedule(self, schedule: ScheduleConfig) -> None:
         """Apply a new schedule. If its hours differ, a `resume` that overrode the previous hours ends."""
@@ -194,10 +194,10 @@ class PausePolicy:
         """The next moment at which the scheduled hours begin or end."""
         if not self._trains:
             return None
-        now, known = self._clock(), self._hours_change
-        if known is None or now < known[0] or (known[1] is not None and now >= known[1]):
-            known = self._hours_change = (now, self._inputs.hours.next_change(now))
-        return known[1]
+        now, zone, known = self._clock(), self._inputs.hours.zone, self._hours_change
+        if known is None or now < known[0] or zone != known[1] or (known[2] is not None and now >= known[2]):
+            known = self._hours_change = (now, zone, self._inputs.hours.next_change(now))
+        return known[2]
 
     def info(self, decision: PauseDecision) -> PauseInfo:
         until = rfc3339(decision.until) if decision.until is not None else None

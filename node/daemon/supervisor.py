@@ -331,6 +331,7 @@ class Supervisor:
                 continue
             self._announce()
             if self._is_offline:
+                self._forget_crashes()
                 self._changed.clear()
                 await self._changed.wait()
                 continue
@@ -455,7 +456,6 @@ class Supervisor:
             return
         often = f" {self._crashes} times in a row" if self._crashes > 1 else ""
         if self._crashes > len(timings.backoff_s):
-            self._forget_crashes()
             remedy = "Close other programs, or give the node more memory" if exit_.lacked_memory else "See the log"
             self._fail("worker_crashes", f"The worker crashed{often} ({cause}). {remedy}, then `resume`.")
             return
@@ -483,6 +483,7 @@ class Supervisor:
         self._enter(Phase.ERROR, code, reason)
 
     def _park(self, desired: Literal["error", "stopped"]) -> None:
+        self._forget_crashes()  # No worker starts again.
         self._desired = desired
         self._changed.clear()
 

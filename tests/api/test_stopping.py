@@ -38,6 +38,16 @@ def test_worker_that_saves_for_too_long_is_killed_and_the_loss_is_reported(tmp_p
         assert daemon.terminate()[0] == 0
 
 
+def test_a_crash_is_no_news_of_a_node_that_was_stopped_after_it(tmp_path: Path) -> None:
+    """The notice promises that the worker starts again."""
+    with Daemon(tmp_path, "crash", persist=True, backoff_s=[3.0] * 4) as daemon:
+        daemon.ready()
+        wait_for(lambda: "worker_crashed" in [one["code"] for one in daemon.status()["notices"]])
+        daemon.act("leave")
+        assert "worker_crashed" not in [one["code"] for one in daemon.until_phase("stopped")["notices"]]
+        assert daemon.terminate()[0] == 0
+
+
 def test_heartbeats_do_not_extend_the_time_that_a_worker_has_to_stop(tmp_path: Path) -> None:
     with Daemon(tmp_path, "deaf", stop_s=1.0, save_s=60.0) as daemon:
         daemon.ready().until_phase("training")

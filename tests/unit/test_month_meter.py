@@ -57,6 +57,23 @@ def joules(machine: Machine) -> tuple[float, float]:
     return usage.measured_joules, usage.estimated_joules
 
 
+def test_the_month_ends_in_the_present_time_zone(machine: Machine) -> None:
+    assert machine.meter.usage.ends_at == "2026-12-01T00:00:00Z"
+    machine.zone = "America/Los_Angeles"
+    assert (machine.meter.usage.month, machine.meter.usage.ends_at) == ("2026-11", "2026-12-01T08:00:00Z")
+    machine.meter.store()
+    machine.zone = "UTC"
+    assert machine.start().usage.ends_at == "2026-12-01T00:00:00Z"
+
+
+def test_a_disk_that_takes_nothing_is_told_once(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.folder.joinpath(FILE).mkdir()
+    for _ in range(3):
+        machine.report(CPU, sent=10)
+        machine.meter.store()
+    assert [record.levelname for record in caplog.records if "cannot be written" in record.getMessage()] == ["WARNING"]
+
+
 def test_traffic_of_the_month_survives_a_restart_and_counts_nothing_twice(machine: Machine) -> None:
     for _ in range(3):
         machine.report(sent=100)

@@ -39,6 +39,16 @@ def test_node_pauses_outside_of_its_scheduled_hours_and_resumes_within_them(tmp_
     assert policy.next_hours_change() == MONDAY + timedelta(hours=32)
 
 
+def test_next_change_of_the_hours_follows_the_time_zone_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    policy = start(tmp_path, WallClock(NOON), active=NIGHTS, timezone="")
+    assert policy.next_hours_change() == MONDAY + timedelta(hours=21)
+    monkeypatch.setenv("TZ", "America/New_York")
+    assert policy.next_hours_change() == policy.decide().until == MONDAY + timedelta(hours=27)
+
+
 def test_resume_by_the_owner_outside_of_hours_holds_until_they_begin_even_over_restarts(tmp_path: Path) -> None:
     clock = WallClock(NOON)
     start(tmp_path, clock, active=NIGHTS).resume()
