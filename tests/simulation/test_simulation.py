@@ -61,6 +61,7 @@ def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
         pytest.param(650002297, id="a fast founder waited for no newcomer, and left all others behind"),
         pytest.param(660034764, id="a hostile member led two of three known members on, who needed a newcomer"),
         pytest.param(670013294, id="a hostile member won a fork of three founders and served only false states"),
+        pytest.param(680003511, id="a node that had contributed to the chain that won a fork doubted itself"),
         pytest.param(650020060, id="a node committed rounds while it asked the others, and did not judge their chain"),
         pytest.param(20072170, id="a lone voter came back to a round and voted for another result"),
     ],

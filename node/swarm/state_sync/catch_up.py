@@ -372,7 +372,8 @@ class CatchUp:
             reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's chain {weight(mine)}"
             if weight(theirs) <= weight(mine):
                 reason = "more members support the others' chain"
-            self._lose(reason, "fork", [link.head for link in theirs], mine, {peer_id, *contributors_to(theirs)})
+            rivals = {peer_id, *contributors_to(theirs)} - {self._ctx.me}
+            self._lose(reason, "fork", [link.head for link in theirs], mine, rivals)
             return True
         self._ballot.add_false_claim(record, JUDGE_AGAIN_S)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)
