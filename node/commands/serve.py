@@ -159,6 +159,8 @@ def read_token(data_dir: Path) -> str:
     path = data_dir / "api-token"
     try:
         token = path.read_text(encoding="ascii").strip()
+    except PermissionError as exc:
+        raise DataFolderError.of_another_user(data_dir) from exc
     except (OSError, ValueError) as exc:
         raise DataFolderError(f"The token {path} cannot be read: start a node on the folder, which makes one.") from exc
     if len(token) < TOKEN_LENGTH_MIN:

@@ -9,7 +9,7 @@ from node.api.public_page import STYLE, render
 from node.api.public_run import PublicRun
 from node.commands.client import Client, read_answer
 from node.errors import UsageError
-from node.host.files import write_whole
+from node.host.files import check_space, write_whole
 
 LOOK_S = 5.0
 PAGE = "index.html"
@@ -46,6 +46,8 @@ def keep_site(client: Client, folder: Path, tell: Callable[[str], None], sleep: 
                 shown = run
         except UsageError as exc:
             problem = str(exc)
+        except OSError as exc:
+            problem = f"{folder} cannot be written ({exc.strerror}): free some space on that disk."
         if problem and not before:
             tell(f"The page is not up to date: {problem}")
 
@@ -74,6 +76,7 @@ def _write(run: PublicRun, folder: Path) -> None:
             write_whole(folder / name, text, forced=False)
             (folder / name).chmod(0o644)
     except OSError as exc:
+        check_space(exc)
         raise UsageError(
             f"{folder} cannot be written ({exc.strerror}): name a folder that you own and the web server reads."
         ) from exc

@@ -25,7 +25,7 @@ from node.config.amendments import (
 from node.config.loader import check_value, nearest
 from node.config.schema import Config
 from node.errors import DataFolderError, UsageError
-from node.host.files import expand_user, write_new, write_whole
+from node.host.files import check_space, expand_user, write_new, write_whole
 from node.status import AmendmentInfo, GovernanceInfo
 from node.swarm.governance.charter import add_signature, sign_amendment
 from node.swarm.identity import Identity, load_identity
@@ -102,8 +102,11 @@ def read_target(data_dir: Path, word: str) -> dict[str, Any]:
     from node.training.checkpoint import CheckpointStore
 
     store = CheckpointStore(data_dir / "checkpoints", keep=1)
-    kept = [str(round_) for round_ in store.rounds()]
-    digest = store.digest_at(int(word)) if word in kept else ""
+    try:
+        kept = [str(round_) for round_ in store.rounds()]
+        digest = store.digest_at(int(word)) if word in kept else ""
+    except PermissionError as exc:
+        raise DataFolderError.of_another_user(data_dir) from exc
     if not digest:
         raise UsageError(
             f"This node has no checkpoint of round {word}: choose one of {', '.join(kept) or 'none'}. "
@@ -252,6 +255,7 @@ def sign_file(path: Path, identity: Identity, info: GovernanceInfo | None) -> st
         write_whole(file, _text(signed))
         file.chmod(mode)  # Others can still read it, and sign it.
     except OSError as exc:
+        check_space(exc)
         raise UsageError(f"{path} cannot be written ({exc.strerror}): copy it to a folder that you own.") from exc
     what = f"{amendment.number}: {amendment.describe()}, from round {amendment.from_round}"
     if info is None:

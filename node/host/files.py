@@ -21,6 +21,12 @@ LEFT_S = 3600.0
 """A folder of another machine that has not changed for so long was left by a killed process."""
 
 
+def check_space(error: OSError) -> None:
+    """Raise this error of a write if there was no room. The command line has a sentence and an exit code for it."""
+    if error.errno in NO_SPACE:
+        raise error
+
+
 def expand_user(path: Path | str) -> Path:
     """Replace `~` or `~user` at the start of a path. Raises UsageError if there is no such user."""
     try:
@@ -62,7 +68,8 @@ def set_aside(path: Path) -> str:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that the user has named and that does not exist yet, in UTF-8. Raises UsageError."""
+    """Write a file that the user has named and that does not exist yet, in UTF-8. Raises UsageError, or OSError if
+    the disk is full."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -71,6 +78,7 @@ def write_new(path: Path, text: str) -> None:
     except OSError as exc:
         with suppress(OSError):
             path.unlink()  # It is not whole, and would be in the way of the next try.
+        check_space(exc)
         raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder that you own.") from exc
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from html import escape
@@ -35,6 +36,7 @@ from node.status import (
     rfc3339,
 )
 from tests.api.conftest import BUILD, TOKEN, FakeNode, HttpClient
+from tests.unit.disk import disk_that_takes
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 """The moment at which the test began."""
@@ -546,6 +548,27 @@ def test_static_site_is_written_again_after_each_round_and_survives_the_node(nod
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):
         write_site(there, tmp_path / "file" / "site")
+
+
+def test_static_site_goes_on_after_a_full_disk(node: FakeNode, tmp_path: Path) -> None:
+    run = client(node, public=False, token=TOKEN).get("/api/v1/public").json()
+    there: Any = OneNode(run)
+    told: list[str] = []
+    looks, disk = iter(["full", "free", "end"]), ExitStack()
+
+    def sleep(_seconds: float) -> None:
+        disk.close()
+        match next(looks):
+            case "full":
+                there.answer = run | {"round": 5}
+                disk.enter_context(disk_that_takes(100))
+            case "end":
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), disk:
+        keep_site(there, tmp_path / "site", told.append, sleep)
+    assert "free some space" in told[-1]
+    assert json.loads((tmp_path / "site" / "run.json").read_text())["round"] == 5
 
 
 def test_web_server_may_read_the_site_whatever_the_umask(node: FakeNode, tmp_path: Path) -> None:

@@ -314,6 +314,10 @@ def test_commands_write_and_verify_a_certificate(data_dir: Path, capsys: pytest.
     other = data_dir / "other.svg"
     assert run("certificate", str(file), "--badge", str(other), "--data-dir", str(data_dir)) == 2
     assert "exists already" in capsys.readouterr().err and not other.exists()
+    assert run("certificate", str(other), "--badge", str(badge), "--data-dir", str(data_dir)) == 2
+    assert "exists already" in capsys.readouterr().err and not other.exists()
+    assert run("certificate", str(data_dir / f"{'a' * 300}.json"), "--data-dir", str(data_dir)) == 2
+    assert "File name too long" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,7 @@ def test_a_false_example_would_be_noticed(words: list[str]) -> None:
         (("run", "--data_dir", "x"), "nearest known one is --data-dir."),
         (("run", "--log-level", "debug"), "nearest known one is --log.level."),
         (("run", "surplus"), "'surplus'"),
+        (("generate", "--", "--a.b c", "--tokens", "3"), "What follows `--` is text: write --tokens before it."),
         (("run", "--join", "nonsense"), "damaged or cut short"),
         (("pause", "--for", "soon"), "write it as 45m, 2h"),
         (("export",), "required: DIR"),

@@ -82,7 +82,7 @@ def test_what_another_machine_writes_stays_until_it_has_not_changed_for_an_hour(
 
 def test_a_new_file_that_a_full_disk_refuses_is_not_in_the_way_of_the_next_try(tmp_path: Path) -> None:
     path = tmp_path / "certificate.json"
-    with disk_that_takes(1000), pytest.raises(UsageError, match="cannot be written"):
+    with disk_that_takes(1000), pytest.raises(OSError, match="too large"):
         write_new(path, 2000 * "new")
     write_new(path, "new")
     with pytest.raises(UsageError, match="exists already"):

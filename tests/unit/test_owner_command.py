@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from node import cli
 from node.commands import owner
+from node.errors import RestartError
 from node.swarm.messages import Document
 from node.swarm.owners.profile import OWN_PROFILE_FILE, OwnProfile, read_profile
 from node.swarm.owners.profile_table import ProfileTable
@@ -46,6 +48,19 @@ def exchange(*folders: Path) -> ProfileTable:
     for folder in folders:
         (folder / "profiles.json").write_text(json.dumps(content))
     return table
+
+
+def test_a_full_disk_is_named_as_the_cause(
+    laptop: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path, _text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run(laptop, "set", "Ada") == 0
+    monkeypatch.setattr(owner, "write_whole", refuse)
+    assert run(laptop, "set", "Ben") == RestartError.exit_code
+    assert "free some space" in capfd.readouterr().err
+    assert "Ada" in own(laptop).text
 
 
 def test_two_machines_of_one_owner_are_joined_with_one_token(

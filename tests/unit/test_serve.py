@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -157,6 +158,15 @@ def test_a_fault_while_looking_for_newer_rounds_ends_the_server(
     monkeypatch.setattr(NewestModel, "_look", fail)
     assert main(["serve", "--data-dir", str(tmp_path), "--port", "0"]) == 70
     assert "a fault of ours" in capsys.readouterr().err
+
+
+def test_serve_names_the_cause_if_the_token_is_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_path: Path, **_how: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(DataFolderError, match="belongs to another user"):
+        read_token(tmp_path)
 
 
 @pytest.mark.parametrize("token", ["", "short\n", None])

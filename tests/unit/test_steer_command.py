@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import stat
@@ -13,9 +14,11 @@ import pytest
 from node import cli
 from node.config.amendments import SignedAmendment, decode_list
 from node.config.manifest import RunConfig
+from node.errors import DataFolderError
 from node.status import AmendmentInfo, GovernanceInfo, RefusedAmendment
 from node.swarm.governance.charter import AmendmentRefused, Charter
 from node.swarm.identity import load_identity
+from node.training.checkpoint import CheckpointStore
 from tests.swarm.harness import tiny
 from tests.unit.data_folder import make_data_folder
 
@@ -301,6 +304,17 @@ def test_founder_goes_back_to_the_start_of_the_run(node: Node, home: Path) -> No
     (folder / "meta.json").write_text(json.dumps({"body": {"state_digest": "ef" * 32}}))
     assert steer(home, "rollback", "-1") == 0
     assert decode_list(node.accepted)[0].signed.amendment.to_round == -1
+
+
+def test_rollback_of_a_node_of_another_user_says_so(
+    node: Node, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_store: CheckpointStore) -> list[int]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(CheckpointStore, "rounds", refuse)
+    assert steer(home, "rollback", "12") == DataFolderError.exit_code
+    assert "belongs to another user" in capsys.readouterr().err and node.changes == []
 
 
 def test_founder_goes_back_to_a_checkpoint_of_its_node(
