@@ -50,15 +50,16 @@ class OwnerRequest(Value):
     after_round: int | None = None
     """The node is not paused yet; it pauses at the end of this round."""
     resumed_until: Moment | None = None
-    """After a `resume` outside of the scheduled hours, the node ignores them until this moment."""
+    """After a `resume` outside of the scheduled hours, the node ignores them until this moment, also after a pause
+    until an earlier one."""
 
     @property
     def is_pause(self) -> bool:
-        return self.after_round is None and self.resumed_until is None
+        return self.after_round is None and (self.resumed_until is None or self.until is not None)
 
     @property
     def ends_at(self) -> datetime | None:
-        return self.resumed_until or self.until
+        return self.until or self.resumed_until
 
 
 class DataDirectory:

@@ -27,11 +27,11 @@ def now_utc() -> datetime:
     return datetime.now(UTC)
 
 
-def _without_moment(request: OwnerRequest | None) -> OwnerRequest | None:
-    """Return what is left of a request whose moment has come: a pending pause after a round, or None."""
-    if request is None or request.after_round is None:
-        return None
-    return OwnerRequest(after_round=request.after_round)
+def _without_moment(request: OwnerRequest) -> OwnerRequest | None:
+    """What is left of a request whose moment has come: a `resume` before the pause, a pause after a round, or None."""
+    if request.until is not None and request.resumed_until is not None:
+        return OwnerRequest(resumed_until=request.resumed_until)
+    return OwnerRequest(after_round=request.after_round) if request.after_round is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class PauseInputs:
 
     def settled(self, now: datetime) -> PauseInputs:
         """Return these inputs without an expired request, and without overrides whose cause has ended."""
-        request, ends_at = self.request, self.request.ends_at if self.request is not None else None
-        if ends_at is not None and ends_at <= now:
-            request = _without_moment(self.request)
+        request = self.request
+        while request is not None and request.ends_at is not None and request.ends_at <= now:
+            request = _without_moment(request)
         return replace(self, request=request, overridden=self.overridden & self._sensor_causes)
 
     def resumed(self, now: datetime) -> PauseInputs:
@@ -128,8 +128,10 @@ class PausePolicy:
         """Apply a new schedule. If its hours differ, a `resume` that overrode the previous hours ends."""
         if schedule.hours != self._inputs.hours:
             self._inputs, self._hours_change = replace(self._inputs, hours=schedule.hours), None
-            if self._inputs.request is not None and self._inputs.request.resumed_until is not None:
-                self._set_request(_without_moment(self._inputs.request))
+            request = self._inputs.request
+            if request is not None and request.resumed_until is not None:
+                rest = request.model_copy(update={"resumed_until": None})
+                self._set_request(rest if rest != OwnerRequest() else None)
         self._schedule = schedule
 
     def update_traffic(self, until: datetime | None) -> None:
@@ -167,8 +169,8 @@ class PausePolicy:
             raise NotAllowed("`until` lies in the past: give a later moment.")
         if until is not None and until > now + timedelta(seconds=PAUSE_MAX_S):
             raise NotAllowed("`until` lies more than a year ahead: leave it out, and the pause holds until `resume`.")
-        request = self._inputs.request
-        resumed_until = request.resumed_until if request is not None and order.after_round is not None else None
+        request, is_limited = self._inputs.request, until is not None or order.after_round is not None
+        resumed_until = request.resumed_until if request is not None and is_limited else None
         self._set_request(OwnerRequest(until=until, after_round=order.after_round, resumed_until=resumed_until))
 
     def resume(self) -> None:

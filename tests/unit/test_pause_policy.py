@@ -99,6 +99,33 @@ def test_pause_by_the_owner_takes_precedence_over_the_hours(tmp_path: Path) -> N
             policy.pause(PauseOrder(until=until))
 
 
+def test_after_a_pause_for_a_time_the_owners_resume_still_holds(tmp_path: Path) -> None:
+    clock = WallClock(NOON)
+    policy = start(tmp_path, clock, active=NIGHTS)
+    policy.resume()
+    policy.pause(PauseOrder(for_s=3600))
+    assert (policy.decide().by, policy.decide().until) == ("owner", NOON + timedelta(hours=1))
+    policy = start(tmp_path, clock, active=NIGHTS)
+    clock.add(hours=1)
+    assert policy.decide().by == ""
+    # Both moments have come.
+    policy.pause(PauseOrder(for_s=60))
+    clock.now = MONDAY + timedelta(days=1, hours=12)
+    assert policy.decide().by == "schedule"
+    # New hours end the `resume`, and not the pause.
+    policy.resume()
+    policy.pause(PauseOrder(for_s=3600))
+    policy.update_schedule(OTHER_HOURS)
+    assert policy.decide().by == "owner"
+    clock.add(hours=1)
+    assert policy.decide().by == "schedule"
+    # A pause without an end is over only with the next `resume`.
+    policy.resume()
+    policy.pause(PauseOrder())
+    clock.now = NIGHT + timedelta(days=1)
+    assert policy.decide().by == "owner"
+
+
 def test_pause_after_a_round_stays_pending_over_restarts(tmp_path: Path) -> None:
     clock = WallClock(NIGHT)
     policy = start(tmp_path, clock)
