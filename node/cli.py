@@ -421,7 +421,6 @@ def _run(call: Call) -> int:
                 f"not used: {', '.join(unused)}",
                 file=sys.stderr,
             )
-    sys.stdout.flush()
     with Output(sys.stdout) as output, Output(sys.stderr) as errors:
         console = Console(file=cast(TextIO, output))
         has_live_line = console.is_terminal and config.log.format == "console"

@@ -50,7 +50,10 @@ class Output:
     reader of a pipe may go, a terminal may be closed, and the disk of a file may be full: then all are.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
+        """`stream` is None if the program was started with its output closed."""
+        if stream is not None:
+            stream.flush()
         self._stream = stream
         self._waiting: queue.Queue[str | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
@@ -74,6 +77,8 @@ class Output:
         self._thread.join(END_S)
 
     def _run(self) -> None:
+        if self._stream is None:
+            return
         # Not through the stream: at its end, the program would wait for a buffer that this thread holds.
         file = self._stream.fileno()
         try:

@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO, cast
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from rich.console import Console
 
-from node.commands.terminal import LiveView, dashboard_link, describe, describe_peers, render, short_duration
+from node.commands.terminal import LiveView, Output, dashboard_link, describe, describe_peers, render, short_duration
 from node.status import MonthUsage, NodeInfo, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
 from tests.peer_row import peer_row
 
@@ -151,6 +151,12 @@ def test_a_node_outlives_its_output(lost: str) -> None:
     command = [sys.executable, "-c", LOSES_ITS_OUTPUT, lost]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "The node goes on.\n")
+
+
+def test_a_program_without_output_can_write() -> None:
+    with Output(None) as output:
+        Console(file=cast(TextIO, output)).print(2000 * "text\n")
+    assert not Console(file=cast(TextIO, output)).is_terminal
 
 
 @pytest.mark.parametrize("code", ["not_tested", "not_reached", "reached"])
