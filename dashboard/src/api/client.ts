@@ -73,7 +73,7 @@ async function toApiError(response: Response): Promise<ApiError> {
 
 /** Exchanges a token for a session, and keeps the token, because sessions end with the node's process. */
 export async function openSession(token: string): Promise<void> {
-  if (!/^[\x21-\x7e]+$/.test(token)) throw new ApiError(401, "This is no token."); // `fetch` refuses it as a header.
+  if (!/^[\x20-\xff]+$/.test(token)) throw new ApiError(401, "This is no token."); // `fetch` refuses it as a header.
   const headers = { Authorization: `Bearer ${token}` };
   const response = await fetch("/api/v1/session", { method: "POST", headers, signal: AbortSignal.timeout(TIMEOUT_MS) });
   if (!response.ok) throw await toApiError(response);
