@@ -52,8 +52,6 @@ class Output:
 
     def __init__(self, stream: TextIO | None) -> None:
         """`stream` is None if the program was started with its output closed."""
-        if stream is not None:
-            stream.flush()
         self._stream = stream
         self._waiting: queue.Queue[str | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
