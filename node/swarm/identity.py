@@ -70,9 +70,10 @@ def load_identity(path: Path) -> Identity:
                 code="disk",
             ) from exc
         return identity
-    if len(data) != 68 or not data.startswith(_PRIVATE_HEADER):
+    saved = _from_key(Ed25519PrivateKey.from_private_bytes(data[4:36])) if len(data) == 68 else None
+    if saved is None or saved.to_libp2p() != data:  # p2pd takes the public key from the file.
         raise DataFolderError(f"{path} is not an identity file: move it away, and the node makes a new identity.")
-    return _from_key(Ed25519PrivateKey.from_private_bytes(data[4:36]))
+    return saved
 
 
 def identity_of_seed(seed: bytes) -> Identity:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage
 from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 
@@ -113,7 +114,8 @@ def test_a_holder_that_checks_nothing_hides_no_run(peers: list[Host], tmp_path: 
     key = DHTID.generate(DIRECTORY_KEY)
     for kind in BAD_KINDS:
         signer, value, expiry = kind(new_identity())
-        storage_of(hostile).store(key, MSGPackSerializer.dumps(value), max(expiry, soon()), subkey=signer)
+        packed = MSGPackSerializer.dumps(value)
+        DHTLocalStorage.store_subkey(storage_of(hostile), key, signer, packed, max(expiry, soon()))
     assert stored_in(hostile) == len(BAD_KINDS)
     assert [run.manifest.run.name for run in read(bootstrap, tmp_path).runs] == ["run 1"]
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from node.errors import PeerError
+from node.errors import PeerError, SwarmError
+from node.swarm import identity
+from node.swarm.connectivity import address_observer
 from node.swarm.connectivity.address_observer import AddressObserver
 from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
 from node.swarm.transport.libp2p import Libp2pWire
@@ -40,6 +44,33 @@ def ask(host: Host, relay: Host, verb: str, **header: str) -> dict[str, Any]:
 def connect(host: Host, peer_id: str, port: int) -> None:
     assert isinstance(host.wire, Libp2pWire)
     host.do(host.wire.connect_quic(peer_id, "127.0.0.1", port))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_relay_whose_key_is_damaged_or_cannot_be_written_logs_no_bug(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, full: bool
+) -> None:
+    """The key is a cache: a damaged one is replaced. The daemon does not start in this test."""
+
+    def refuse(_path: Path, _data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def fail(_options: object) -> None:
+        raise SwarmError("no daemon")
+
+    one, relay = swarm.introduced_hosts(2)
+    monkeypatch.setattr(address_observer, "start_daemon", fail)
+    if full:
+        monkeypatch.setattr(identity, "write_whole", refuse)
+    else:
+        (tmp_path / "identity.key").touch()
+    observer = observer_of(relay, [one], tmp_path, free_port())
+    with pytest.raises(PeerError) as caught:
+        ask(one, relay, "observer")
+    assert caught.value.code == "no_relay"
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert full or identity.load_identity(tmp_path / "identity.key")
+    relay.do(observer.close())
 
 
 @pytest.mark.only_over("p2p", "the local transport has no ports")

@@ -269,7 +269,7 @@ async def test_a_peer_that_was_silent_is_asked_again_soon_and_strangers_take_no_
 def test_a_node_of_the_dht_holds_a_limited_number_of_records_under_a_key() -> None:
     storage, key, now = dht.BoundedStorage(), DHTID.generate("key"), get_dht_time()
     for number in range(dht.MAX_RECORDS + 5):
-        assert storage.store(key, b"record", now + 60 + number, subkey=f"peer {number}")
+        assert storage.store(key, b"record", now + 60 + number / 10, subkey=f"peer {number}")
     held = storage.get(key).value
     assert len(held) == dht.MAX_RECORDS
     assert held.get("peer 4") is None and held.get("peer 5").value == b"record", "those that expire first go first"
@@ -287,6 +287,16 @@ def test_an_old_copy_of_a_record_does_not_remove_the_newer_one() -> None:
     assert storage.get(key).value.get("peer").value == b"record"
     assert storage.store(key, b"newer", now + 90, subkey="peer")
     assert storage.get(key).value.get("peer").value == b"newer"
+
+
+def test_records_that_were_stored_while_the_clock_was_ahead_do_not_hide_newer_ones() -> None:
+    storage, key, now = dht.BoundedStorage(), DHTID.generate("key"), get_dht_time()
+    for peer in ("peer", "another"):
+        assert storage.store(key, b"record", now + 7200, subkey=peer)
+    assert storage.store(key, b"newer", now + 60, subkey="peer")
+    held = storage.get(key)
+    assert held.value.get("peer").value == b"newer"
+    assert held.expiration_time <= get_dht_time() + dht.MAX_LIFE_S, "a reader takes it"
 
 
 def test_routing_table_keeps_one_id_of_each_peer_and_a_bounded_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

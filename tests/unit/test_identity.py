@@ -68,6 +68,19 @@ def test_damaged_key_file_is_not_overwritten(tmp_path: Path, damage: object) -> 
     assert path.read_bytes() == damaged
 
 
+def test_key_file_with_a_wrong_bit_is_refused(tmp_path: Path) -> None:
+    """Otherwise the node would sign as one peer, and libp2p's daemon would connect as another."""
+    path = tmp_path / "identity.key"
+    load_identity(path)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(DataFolderError, match="not an identity file"):
+            load_identity(path)
+
+
 def test_key_file_has_the_layout_of_libp2p(tmp_path: Path) -> None:
     """p2pd reads this layout: a protobuf header, the seed, and the public key, which the peer id contains."""
     identity = new_identity()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from node.errors import MachineError
 from node.swarm.identity import load_identity
 from node.swarm.member import _announced
+from node.swarm.transport import p2pd
 from node.swarm.transport.p2pd import DaemonOptions, parse_listen_error, start_daemon
 from tests.free_ports import free_port
 
@@ -86,6 +88,15 @@ def test_p2pd_fails_to_start_with_a_listen_address_of_another_machine(tmp_path: 
     with pytest.raises(MachineError) as caught:
         start(options(tmp_path / "a", "/ip4/203.0.113.7/tcp/4001"))
     assert caught.value.code == "no_such_address"
+
+
+def test_missing_room_for_sockets_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_beside: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(p2pd, "open_sockets", refuse)
+    with pytest.raises(MachineError, match="set TMPDIR"):
+        asyncio.run(start_daemon(DaemonOptions(tmp_path / "identity.key", ())))
 
 
 def test_p2pd_starts_without_a_listen_address(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from node.errors import MachineError, PeerError, SwarmError
+from node.errors import DataFolderError, NodeError, PeerError
 from node.host.printable import printable
 from node.multiaddress import parse
 from node.status import Channel
@@ -79,7 +79,7 @@ class AddressObserver:
             self._peer_id = await asyncio.to_thread(_load_peer_id, key_file)
             self._daemon = await start_daemon(DaemonOptions(key_file, self._listen, is_in_dht=False))
             self._client = await ControlClient.open(self._daemon)
-        except (MachineError, SwarmError, *DAEMON_ERRORS) as exc:
+        except (NodeError, *DAEMON_ERRORS) as exc:
             await self.close()
             logger.info("This relay cannot help other peers to connect directly, because it cannot use UDP: %s", exc)
             raise PeerError("this relay does not listen on UDP", code="no_relay") from exc
@@ -114,4 +114,8 @@ class AddressObserver:
 
 def _load_peer_id(key_file: Path) -> str:
     key_file.parent.mkdir(parents=True, exist_ok=True)
-    return load_identity(key_file).peer_id
+    try:
+        return load_identity(key_file).peer_id
+    except DataFolderError:  # Nobody relies on this id.
+        key_file.unlink()
+        return load_identity(key_file).peer_id

@@ -158,6 +158,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
         held = self.get(key)
+        if held is not None and held.expiration_time > get_dht_time() + MAX_LIFE_S:
+            # It was stored before this machine's clock was set back. No reader would take it (`_is_usable`).
+            del self[key]
+            held = None
         known = held.value.get(subkey) if held is not None and isinstance(held.value, DictionaryDHTValue) else None
         if known is not None and known.expiration_time >= expiration_time:
             return False  # hivemind would drop the newer record when the refused one expires.

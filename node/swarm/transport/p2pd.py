@@ -207,8 +207,18 @@ class Daemon:
 
 
 async def start_daemon(options: DaemonOptions) -> Daemon:
-    """Start p2pd and wait until it answers. Raises MachineError if it cannot listen on an address, else SwarmError."""
-    sockets = open_sockets(options.identity_file.parent)
+    """Start p2pd and wait until it answers.
+
+    Raises MachineError if it cannot listen on an address or no socket can be made, else SwarmError.
+    """
+    try:
+        sockets = open_sockets(options.identity_file.parent)
+    except OSError as exc:
+        raise MachineError(
+            f"No folder for sockets can be made in the folder for temporary files ({cause_of(exc)}): free some space "
+            "there, or set TMPDIR to another one.",
+            code="disk",
+        ) from exc
     control = f"/unix{sockets.path}/control"
     try:
         with resources.as_file(resources.files("hivemind.hivemind_cli") / "p2pd") as binary:
