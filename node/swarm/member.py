@@ -397,6 +397,8 @@ class SwarmMember:
     async def _refresh(self) -> None:
         with suppress(PeerError):
             self._listening = tuple(await self.wire.addresses())
+        if self.options.daemon.port_mapping:
+            self.reachability.note_mapped(self._mapped())
         await self._read_surroundings()
         addresses = self._record_addresses()
         live = self.peer_table.live()
@@ -478,6 +480,18 @@ class SwarmMember:
         )
         with suppress(PeerError):
             self._seen = await self.wire.seen()
+
+    def _mapped(self) -> list[str]:
+        """The addresses that a router has opened. Their ports differ from the one on which this node listens."""
+        found = {address: parse_endpoint(address) for address in self._listening}
+        return [
+            address.partition("/p2p/")[0]
+            for address, endpoint in found.items()
+            if endpoint is not None
+            and endpoint.ip is not None
+            and endpoint.scope is Scope.WIDE
+            and endpoint.port != self._ports.get(endpoint.ip.version)
+        ]
 
     def _record_addresses(self) -> tuple[str, ...]:
         """The addresses for this node's record: those that peers confirmed, those of `announce`, those of interfaces.

@@ -117,3 +117,14 @@ def test_a_background_task_that_ends_by_cancellation_ends_the_member_with_an_err
             await SwarmMember.watch(member)
 
     asyncio.run(run())
+
+
+def test_the_addresses_that_a_router_has_opened_are_those_with_another_port() -> None:
+    listening = (
+        "/ip4/11.0.0.1/tcp/56926",
+        "/ip4/11.0.0.2/tcp/31337",
+        "/ip4/192.168.7.2/tcp/40000",
+        "/ip6/2001:db8::1/tcp/9",
+    )
+    member: Any = SimpleNamespace(_listening=listening, _ports={4: 31337, 6: 9})
+    assert SwarmMember._mapped(member) == ["/ip4/11.0.0.1/tcp/56926"]

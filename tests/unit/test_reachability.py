@@ -269,6 +269,25 @@ async def test_announced_address_is_kept_until_peers_refute_it() -> None:
 
 
 @in_loop
+async def test_port_that_a_router_has_opened_is_dialed() -> None:
+    """The router chooses the port, so it is another one than that on which the node listens."""
+    network = FakeNetwork()
+    me, others = Peer(network), [Peer(network) for _ in range(2)]
+    network.listeners[HOME, 56926] = me.peer_id
+    await me.ask(others)
+    assert me.reachability.code == "not_reached"
+    me.reachability._ask_soon = False
+    mapped = f"/ip4/{HOME}/tcp/56926"
+    me.reachability.note_mapped([mapped])
+    assert me.reachability._ask_soon, "it is tested soon"
+    await me.ask(others)
+    assert me.reachability.code == "reached" and me.reachability.confirmed == (mapped,)
+    me.reachability._ask_soon = False
+    me.reachability.note_mapped([mapped])
+    assert not me.reachability._ask_soon and "announce" not in me.reachability.reason
+
+
+@in_loop
 async def test_announced_host_name_is_dialed_if_it_resolves_to_the_caller() -> None:
     network = FakeNetwork()
     me = Peer(network, "127.0.0.1", announced=["/dns4/localhost/tcp/40000", "/dns4/no.such.invalid/tcp/40000"])

@@ -182,6 +182,8 @@ class Reachability:
         self._listens = any(ports.values())
         self._blind_at_s: dict[str, float] = {}
         """For each peer that sees this node only through a relay, when the peer said so."""
+        self._mapped: tuple[str, ...] = ()
+        """Multiaddresses that a router has opened for this node."""
         self._refuted: frozenset[str] = frozenset()
         """Announced addresses that peers have dialed in vain."""
         self._untested: frozenset[str] = frozenset()
@@ -288,6 +290,12 @@ class Reachability:
 
     # asking
 
+    def note_mapped(self, addresses: Collection[str]) -> None:
+        """Take the addresses that a router has opened for this node. New ones are tested soon."""
+        mapped = tuple(sorted(addresses))[:MAX_ANNOUNCED]
+        self._ask_soon = self._ask_soon or not set(mapped).issubset(self._mapped)
+        self._mapped = mapped
+
     async def run(self) -> None:
         """Ask peers, for ever: when new peers come, when this node's address changes, and every RENEW_S."""
         await asyncio.to_thread(self._load)
@@ -352,7 +360,7 @@ class Reachability:
     async def _ask(self, peer_id: str, max_scope: Scope) -> dict[int, ReachabilityFinding]:
         """Ask one peer. Returns its findings by IP version. `max_scope` limits their scope (`ReachabilityFinding`)."""
         ports = {str(version): family.port for version, family in self._families.items() if family.port}
-        question = Message({"ports": ports, "announced": list(self._announced)})
+        question = Message({"ports": ports, "announced": [*self._announced, *self._mapped][:MAX_ANNOUNCED]})
         try:
             reply = await self._wire.call(peer_id, "probe", question, timeout_s=CALL_S)
         except PeerError as exc:
@@ -372,7 +380,7 @@ class Reachability:
             if not port or ip.version in findings:
                 continue
             seen, failure = str(ip), one.get("why")
-            possible = {direct_address(seen, port), *self._announced}
+            possible = {direct_address(seen, port), *self._announced, *self._mapped}
             tried, reached = (_known_addresses(one.get(key), possible) for key in ("tried", "reached"))
             failure = failure if isinstance(failure, str) and failure in FAILURES else ""
             findings[ip.version] = ReachabilityFinding(seen, tried, reached, failure, max_scope)
