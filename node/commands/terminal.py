@@ -39,8 +39,11 @@ COLORS: dict[str, str] = {
 
 RUN_PAUSED = "run_paused"
 MOST_WAITING = 1000
+"""Texts that wait for a terminal that takes none."""
 END_S = 1.0
+"""Time to write what is left when the node ends."""
 BUSY_S = 0.05
+"""Pause before another try to write to an output that does not block and takes nothing."""
 
 
 class Output:

@@ -68,8 +68,7 @@ def set_aside(path: Path) -> str:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that the user has named and that does not exist yet, in UTF-8. Raises UsageError, or OSError if
-    the disk is full."""
+    """Write a new file that the user has named, in UTF-8. Raises UsageError, or OSError if the disk is full."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

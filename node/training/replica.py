@@ -61,8 +61,10 @@ class Replica:
     def step(
         self, batch: Tensor, lr: float, fault_hook: FaultHook | None = None, after_micro_batch: Callback = lambda: None
     ) -> StepResult:
-        """Take an inner step like `InnerLoop.step` on all rows of `batch`, int64 [B, T + 1]. Only rank 0 gets
-        `after_micro_batch`."""
+        """Take an inner step like `InnerLoop.step` on all rows of `batch`, int64 [B, T + 1].
+
+        Only rank 0 gets `after_micro_batch`. If it raises, the other ranks raise StepEnded.
+        """
         self._broadcast("step", batch, lr)
         return self.inner.step(batch, lr, fault_hook, after_micro_batch)
 
